@@ -1,0 +1,16 @@
+"""The nodes of the pack. Nothing outside this folder imports ComfyUI."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
+
+NODES: list[type[io.ComfyNode]] = [ToMAPatchModel, ToMAPatchSDXL, ToMAPatchFlux]
+
+
+class ToMAExtension(ComfyExtension):
+    """What ComfyUI asks for the pack's nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES

@@ -1,0 +1,135 @@
+"""Attaches merging to a MODEL: picks the host, refuses what is unknown, opens and closes runs.
+
+A node leaves only its settings and one wrapper in the MODEL. All state is made when sampling
+starts, from settings and sigmas alone, and dropped when it ends, also after an error or an abort.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_base
+import torch
+from comfy.model_patcher import ModelPatcher, create_model_options_clone
+from comfy.patcher_extension import WrappersMP
+from torch import nn
+
+from ..toma_core.config import MergeConfig
+from ..toma_core.schedule import Schedule
+from .flux import FluxBlocks, FluxHost
+from .options import KEY
+from .report import Report
+from .run import Run, SamplingRun
+from .unet import UNetBlocks, UNetHost, is_image_unet
+
+Blocks = UNetBlocks | FluxBlocks
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one node asks for: plain values, safe to copy with the MODEL."""
+
+    config: MergeConfig
+    blocks: Blocks
+
+
+class UnsupportedModelError(ValueError):
+    """The MODEL is of a kind that cannot be merged; the message names it."""
+
+
+def attach(model: ModelPatcher, config: MergeConfig, blocks: Blocks | None = None) -> ModelPatcher:
+    """A clone of ``model`` that merges tokens when it samples.
+
+    Several nodes may follow one another: a later one takes over within its own part of the
+    sampling range.
+
+    Args:
+        model: the MODEL; it stays as it is.
+        config: settings of the merge; ratio 0 leaves the clone exactly stock.
+        blocks: which blocks merge, of the kind of model that is expected; None takes either kind
+            whole.
+
+    Raises:
+        UnsupportedModelError: the model is no UNet for pictures and no Flux.1, or not of the kind
+            that ``blocks`` expects.
+    """
+    whole = _supported(model)
+    if blocks is not None and type(blocks) is not type(whole):
+        wanted, other = ("SDXL", "Flux") if isinstance(blocks, UNetBlocks) else ("Flux", "SDXL")
+        raise UnsupportedModelError(
+            f"this node merges {wanted} models, but the model is {_name(model)}. "
+            f'Use "ToMA for {other}" or the plain "ToMA" node instead.'
+        )
+    patched = model.clone()
+    if config.is_identity:
+        return patched
+    options = patched.model_options.setdefault("transformer_options", {})
+    options[KEY] = (*options.get(KEY, ()), Settings(config, blocks or whole))
+    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
+    return patched
+
+
+def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps one sampling run (``WrappersMP.OUTER_SAMPLE``) around a fresh ``SamplingRun``."""
+    guider = executor.class_obj
+    stock_options = guider.model_options
+    settings = stock_options.get("transformer_options", {}).get(KEY, ())
+    sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
+    runs = [_run(guider.model_patcher, each, sigmas) for each in settings]
+    reports = [run.report for run in runs]
+    sampling = SamplingRun(runs)
+    options = create_model_options_clone(stock_options)
+    wrappers = options.setdefault("transformer_options", {}).setdefault("wrappers", {})
+    for kind, wrapper in (
+        (WrappersMP.CALC_COND_BATCH, sampling.calc_cond_batch),
+        (WrappersMP.APPLY_MODEL, sampling.apply_model),
+    ):
+        wrappers.setdefault(kind, {})[KEY] = [wrapper]
+    guider.model_options = options
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        sampling.close()
+        guider.model_options = stock_options
+        for report in reports:
+            report.log()
+
+
+def _run(model: ModelPatcher, settings: Settings, sigmas: torch.Tensor) -> Run:
+    config = settings.config
+    to_sigma = model.get_model_object("model_sampling").percent_to_sigma
+    schedule = Schedule(
+        tuple(float(sigma) for sigma in sigmas),
+        start_sigma=float(to_sigma(config.start_percent))
+        if config.start_percent > 0
+        else float("inf"),
+        end_sigma=float(to_sigma(config.end_percent)) if config.end_percent < 1 else float("-inf"),
+        reuse_interval=config.reuse_interval,
+        weight_interval=config.weight_interval,
+    )
+    make_host: Callable[[nn.Module, Run], Any] = functools.partial(
+        UNetHost if isinstance(settings.blocks, UNetBlocks) else FluxHost, chosen=settings.blocks
+    )
+    return Run(config, schedule, make_host, Report(_name(model)))
+
+
+def _supported(model: ModelPatcher) -> Blocks:
+    """Default blocks of the kind of model that this is."""
+    if type(model.model) is comfy.model_base.Flux:
+        return FluxBlocks()
+    if is_image_unet(model.model.diffusion_model):
+        return UNetBlocks()
+    raise UnsupportedModelError(
+        f"ToMA merges tokens of SDXL, SD 1.5 and SD 2 (and checkpoints built on them) and of "
+        f"Flux.1, but the model is {_name(model)}. Connect one of those, or remove this node."
+    )
+
+
+def _name(model: ModelPatcher) -> str:
+    """Name of the model for people: that of its ComfyUI configuration, such as SDXL or Flux."""
+    config = getattr(model.model, "model_config", None)
+    return type(config or model.model).__name__

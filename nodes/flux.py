@@ -1,0 +1,424 @@
+"""Merging in ComfyUI's Flux.1: dev, schnell, Fill, Canny, Depth, Redux and Kontext.
+
+Blocks are those of ``comfy.ldm.flux.layers``. Double blocks hold the picture by itself, single
+blocks hold text and then the picture; the text never merges. Rotary rows, attention masks,
+modulation ranges and slices follow the tokens that are left: a merged token stands where its
+destination stood.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from comfy.ldm.flux.model import Flux
+from torch import Tensor, nn
+
+from ..toma_core.config import Scope
+from ..toma_core.merge import MergePlan
+from ..toma_core.regions import Grid
+from .options import Call
+from .overrides import Override
+from .run import Run, Site
+
+BLOCKS_PER_SITE = 10
+"""Blocks that share a pattern, as many as in the deepest stage of SDXL."""
+
+
+@dataclass(frozen=True)
+class FluxBlocks:
+    """Which blocks of a Flux model are left alone, counted from either end."""
+
+    skip_first_double: int = 0
+    skip_last_double: int = 0
+    skip_first_single: int = 0
+    skip_last_single: int = 0
+
+
+class FluxHost:
+    """Merges the double and single blocks of one Flux model.
+
+    Args:
+        model: the model.
+        run: that the plans belong to.
+        chosen: which blocks merge.
+    """
+
+    def __init__(self, model: Flux, run: Run, chosen: FluxBlocks) -> None:
+        self._patch_size = model.patch_size
+        self._sequence = Sequence()
+        double = _chosen(model.double_blocks, chosen.skip_first_double, chosen.skip_last_double)
+        single = _chosen(model.single_blocks, chosen.skip_first_single, chosen.skip_last_single)
+        self.sites: list[Site] = []
+        self._blocks: list[FluxBlock] = []
+        for kind, blocks in ((DoubleBlock, double), (SingleBlock, single)):
+            for start in range(0, len(blocks), BLOCKS_PER_SITE):
+                site = Site(run)
+                follow = Followers()
+                self.sites.append(site)
+                self._blocks += [
+                    kind(block, number, site, run, self._sequence, follow)
+                    for number, block in blocks[start : start + BLOCKS_PER_SITE]
+                ]
+
+    def overrides(self, call: Call) -> list[Override]:
+        pictures = [call.arguments["x"], *(call.arguments.get("ref_latents") or [])]
+        text = call.arguments.get("c_crossattn")
+        self._sequence.begin(
+            tuple(self._grid(picture) for picture in pictures),
+            0 if text is None else text.shape[1],
+        )
+        return [override for block in self._blocks for override in block.overrides(call)]
+
+    def _grid(self, picture: Tensor) -> Grid:
+        """Token grid of a latent; Flux pads odd sides."""
+        rows, columns = picture.shape[-2:]
+        return -(-rows // self._patch_size), -(-columns // self._patch_size)
+
+
+class Sequence:
+    """What is known of the token sequence of the current call.
+
+    Attributes:
+        grids: of the picture and of every reference picture.
+        text: number of text tokens.
+    """
+
+    grids: tuple[Grid, ...] = ()
+    text: int = 0
+
+    def begin(self, grids: tuple[Grid, ...], text: int) -> None:
+        self.grids, self.text = grids, text
+
+
+class Followers:
+    """Tensors that belong to tokens, cut down to the tokens that are left.
+
+    All blocks of a call get the same rotary rows and mask, so each is cut once per plan.
+    """
+
+    def __init__(self) -> None:
+        self._cut: dict[str, tuple[Tensor, MergePlan, Tensor]] = {}
+
+    def rotary(self, plan: MergePlan, pe: Tensor | None, prefix: int) -> Tensor | None:
+        """``(batch or 1, 1, tokens, ...)`` -> ``(batch, 1, tokens left, ...)``."""
+        return None if pe is None else self._follow("rotary", plan, pe, prefix, (2,))
+
+    def mask(self, plan: MergePlan, mask: Tensor | None, prefix: int) -> Tensor | None:
+        """``(..., queries or 1, keys)`` -> the same of the tokens left, per sample."""
+        if mask is None:
+            return None
+        axes = (-1,) if mask.shape[-2] == 1 else (-2, -1)
+        return self._follow("mask", plan, mask, prefix, axes)
+
+    def _follow(
+        self, name: str, plan: MergePlan, x: Tensor, prefix: int, axes: tuple[int, ...]
+    ) -> Tensor:
+        source, made_for, cut = self._cut.get(name, (None, None, None))
+        if cut is None or source is not x or made_for is not plan:
+            positions = plan.positions() + prefix
+            text = torch.arange(prefix, device=x.device).expand(plan.batch, prefix)
+            left = torch.cat((text, positions), 1)
+            cut = x[None] if x.ndim == 2 else x
+            for axis in axes:
+                cut = _take(cut, left, axis)
+            self._cut[name] = (x, plan, cut)
+        return cut
+
+
+class FluxBlock:
+    """One block that works on merged picture tokens; double and single blocks differ in little.
+
+    Args:
+        block: the block.
+        number: its index in the model.
+        site: blocks that share the pattern.
+        run: settings and report.
+        sequence: tokens of the current call.
+        followers: of the site.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    """Leading parameters of ``forward``, which other nodes may pass by position."""
+    tokens: str
+    """The parameter that holds the picture tokens."""
+    ranges: str
+    """The parameter that holds token ranges of the modulation."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        number: int,
+        site: Site,
+        run: Run,
+        sequence: Sequence,
+        followers: Followers,
+    ) -> None:
+        self._block = block
+        self._name = f"{self.kind} {number}"
+        self._site = site
+        self._run = run
+        self._sequence = sequence
+        self._follow = followers
+        self._forward = block.forward
+        self._plan: MergePlan | None = None
+        self._lead = 0
+
+    def overrides(self, call: Call) -> list[Override]:
+        """What the block and its modules run instead of ``forward`` during a call."""
+        # The forward of now, not of the class: another node may have put its own in place.
+        self._forward = self._block.forward
+        scope = self._run.config.scope
+        if scope is Scope.ATTENTION:
+            return [(self._block, self._with_merged_attention)]
+        if call.patches.get("attn1_patch") or call.patches.get("attn1_output_patch"):
+            self._run.report.aside(
+                "another node works inside attention, so only what surrounds it merges", self._name
+            )
+            return [(self._block, self._with_merged_attention), *self._merged_feed_forward()]
+        if scope is Scope.BLOCK:
+            return [(self._block, self._merge_block)]
+        return [
+            (self._block, self._with_merged_modules),
+            *self._merged_projections(),
+            *self._merged_feed_forward(),
+        ]
+
+    # What double and single blocks do not have in common.
+
+    def _text(self, arguments: dict[str, Any]) -> int:
+        """Number of text tokens in attention."""
+        raise NotImplementedError
+
+    def _projections(self) -> tuple[nn.Module, nn.Module]:
+        """The modules at which picture tokens enter and leave attention."""
+        raise NotImplementedError
+
+    def _merged_feed_forward(self) -> list[Override]:
+        """Overrides of a feed-forward that stands by itself."""
+        raise NotImplementedError
+
+    # The three scopes.
+
+    def _merge_block(self, *args: Any, **kwargs: Any) -> Any:
+        """The block on merged tokens; its change is unmerged and added."""
+        arguments = self._bind(args, kwargs)
+        plan, text, lead = self._plan_for(arguments)
+        ranges = arguments.get(self.ranges)
+        if plan is not None and ranges is not None:
+            arguments[self.ranges] = merged_ranges(plan, ranges, lead)
+            if arguments[self.ranges] is None:
+                self._run.report.aside("modulation ranges cut through a picture", self._name)
+                plan, arguments[self.ranges] = None, ranges
+        if plan is None:
+            return self._forward(**arguments)
+        whole = arguments[self.tokens]
+        arguments[self.tokens] = plan.merge(whole, lead)
+        # The block adds to its input in place.
+        before = arguments[self.tokens][:, lead:].clone()
+        result = self._forward(**self._followed(arguments, plan, text))
+        tokens = result[0] if isinstance(result, tuple) else result
+        image = whole[:, lead:] + plan.unmerge(tokens[:, lead:] - before)
+        tokens = torch.cat((tokens[:, :lead], image), 1) if lead else image
+        return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
+
+    def _with_merged_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """The block on whole tokens, its modules on merged ones."""
+        arguments = self._bind(args, kwargs)
+        plan, text, lead = self._plan_for(arguments)
+        if plan is None:
+            return self._forward(**arguments)
+        return self._with_plan(plan, lead, self._followed(arguments, plan, text))
+
+    def _with_merged_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """The block on whole tokens, its attention product (and feed-forward) on merged ones."""
+        arguments = self._bind(args, kwargs)
+        plan, text, lead = self._plan_for(arguments)
+        if plan is None:
+            return self._forward(**arguments)
+        arguments["transformer_options"] = self._attention_options(
+            plan, text, arguments.get("transformer_options")
+        )
+        return self._with_plan(plan, lead, arguments)
+
+    def _with_plan(self, plan: MergePlan, lead: int, arguments: dict[str, Any]) -> Any:
+        self._plan, self._lead = plan, lead
+        try:
+            return self._forward(**arguments)
+        finally:
+            self._plan = None
+
+    # Pieces of them.
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+
+    def _plan_for(self, arguments: dict[str, Any]) -> tuple[MergePlan | None, int, int]:
+        """The plan, the text tokens in attention, and those that lead the token tensor."""
+        text = self._text(arguments)
+        tokens = arguments[self.tokens]
+        lead = text if self.kind == "single" else 0
+        pe, mask = arguments.get("pe"), arguments.get("attn_mask")
+        total = text + tokens.shape[1] - lead
+        follow_tokens = (pe is None or pe.shape[2] == total) and (
+            mask is None or (mask.ndim > 1 and mask.shape[-1] == total)
+        )
+        if not follow_tokens or not 0 <= lead <= tokens.shape[1]:
+            self._run.report.aside("positions or mask do not belong to the tokens", self._name)
+            return None, text, lead
+        plan = self._site.plan(tokens[:, lead:], self._sequence.grids, self._name)
+        return plan, text, lead
+
+    def _followed(self, arguments: dict[str, Any], plan: MergePlan, text: int) -> dict[str, Any]:
+        """The arguments with all that belongs to tokens cut down to those that are left."""
+        options = dict(arguments.get("transformer_options") or {})
+        if "img_slice" in options:
+            options["img_slice"] = [text, text + plan.merged]
+        if "reference_image_num_tokens" in options:
+            options["reference_image_num_tokens"] = list(plan.layout.merged_per_grid[1:])
+        return {
+            **arguments,
+            "pe": self._follow.rotary(plan, arguments.get("pe"), text),
+            "attn_mask": self._follow.mask(plan, arguments.get("attn_mask"), text),
+            "transformer_options": options,
+        }
+
+    def _merged_projections(self) -> list[Override]:
+        enter, leave = self._projections()
+        forward_in, forward_out = enter.forward, leave.forward
+
+        def merge_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            return forward_in(x if plan is None else plan.merge(x, self._lead), *args, **kwargs)
+
+        def unmerge_after(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            y = forward_out(x, *args, **kwargs)
+            return y if plan is None else plan.unmerge(y, self._lead)
+
+        return [(enter, merge_first), (leave, unmerge_after)]
+
+    def _attention_options(
+        self, plan: MergePlan, text: int, options: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Options whose attention merges queries, keys and values and unmerges the result."""
+        options = dict(options or {})
+        inner = options.get("optimized_attention_override")
+        total = text + plan.tokens
+
+        def attention(
+            function: Callable,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            heads: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            run = function if inner is None else functools.partial(inner, function)
+            if args or q.shape[2] != total or not kwargs.get("skip_reshape"):
+                return run(q, k, v, heads, *args, **kwargs)
+            # Keys that another node added to are no picture of ours: only queries merge.
+            if k.shape[2] == total:
+                k, v = _merge_heads(plan, k, text), _merge_heads(plan, v, text)
+                kwargs["mask"] = self._follow.mask(plan, kwargs.get("mask"), text)
+            elif kwargs.get("mask") is not None:
+                return run(q, k, v, heads, **kwargs)
+            return plan.unmerge(run(_merge_heads(plan, q, text), k, v, heads, **kwargs), text)
+
+        options["optimized_attention_override"] = attention
+        return options
+
+
+class DoubleBlock(FluxBlock):
+    """A block whose picture and text are separate sequences that attend to one another."""
+
+    kind = "double"
+    parameters = ("img", "txt", "vec", "pe", "attn_mask")
+    tokens = "img"
+    ranges = "modulation_dims_img"
+
+    def _text(self, arguments: dict[str, Any]) -> int:
+        self._sequence.text = arguments["txt"].shape[1]
+        return self._sequence.text
+
+    def _projections(self) -> tuple[nn.Module, nn.Module]:
+        return self._block.img_attn.qkv, self._block.img_attn.proj
+
+    def _merged_feed_forward(self) -> list[Override]:
+        forward = self._block.img_mlp.forward
+
+        def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
+
+        return [(self._block.img_mlp, feed_forward)]
+
+
+class SingleBlock(FluxBlock):
+    """A block of one sequence, text first, whose feed-forward shares attention's projections."""
+
+    kind = "single"
+    parameters = ("x", "vec", "pe", "attn_mask")
+    tokens = "x"
+    ranges = "modulation_dims"
+
+    def _text(self, arguments: dict[str, Any]) -> int:
+        image = (arguments.get("transformer_options") or {}).get("img_slice")
+        return image[0] if image else self._sequence.text
+
+    def _projections(self) -> tuple[nn.Module, nn.Module]:
+        return self._block.linear1, self._block.linear2
+
+    def _merged_feed_forward(self) -> list[Override]:
+        return []
+
+
+def merged_ranges(plan: MergePlan, ranges: list, lead: int) -> list | None:
+    """Token ranges ``(start, end, ...)`` in terms of merged tokens.
+
+    ``lead`` text tokens stand first. None where a range begins or ends inside a grid, since
+    merged tokens have no order there.
+    """
+    edges = {0: 0, lead: lead}
+    whole, merged = lead, lead
+    for (rows, columns), left in zip(plan.layout.grids, plan.layout.merged_per_grid, strict=True):
+        whole += rows * columns
+        merged += left
+        edges[whole] = merged
+    if any(start not in edges or end not in edges for start, end, *_ in ranges):
+        return None
+    return [(edges[start], edges[end], *rest) for start, end, *rest in ranges]
+
+
+def _chosen(blocks: nn.ModuleList, skip_first: int, skip_last: int) -> list[tuple[int, nn.Module]]:
+    numbered = list(enumerate(blocks))
+    return numbered[skip_first : max(skip_first, len(numbered) - skip_last)]
+
+
+def _merge_heads(plan: MergePlan, x: Tensor, prefix: int) -> Tensor:
+    """Merges ``(batch, heads, tokens, channels)`` along its tokens."""
+    heads = x.shape[1]
+    merged = plan.merge(x.transpose(1, 2).flatten(2), prefix)
+    return merged.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _take(x: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Rows of ``x`` along ``axis`` by an index of its own for every sample.
+
+    Args:
+        x: ``(batch or 1, ...)``.
+        index: ``(batch, left)``.
+    """
+    batch, left = index.shape
+    x = x.expand(batch, *x.shape[1:]).movedim(axis, 1)
+    length = x.shape[1]
+    first = torch.arange(batch, device=x.device)[:, None] * length
+    taken = x.flatten(0, 1).index_select(0, (index + first).flatten())
+    return taken.unflatten(0, (batch, left)).movedim(1, axis)

@@ -1,0 +1,143 @@
+"""One sampling run: follows the calls of the model and gives every site its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..toma_core.config import MergeConfig
+from ..toma_core.merge import MergePlan
+from ..toma_core.regions import Grid
+from ..toma_core.schedule import Epoch, Schedule
+from ..toma_core.session import Session
+from .options import Call, CallReader
+from .overrides import Override, overriding
+from .report import Report
+
+
+class Host(Protocol):
+    """Merges the blocks of one diffusion model."""
+
+    sites: list[Site]
+
+    def overrides(self, call: Call) -> list[Override]:
+        """Modules and what they run instead of ``forward`` during ``call``."""
+        ...
+
+
+HostFactory = Callable[[nn.Module, "Run"], Host]
+
+
+class Site:
+    """Blocks that share a pattern; the first block of a call that needs a new one makes it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._conditions: tuple[Hashable, ...] = ()
+        self._epoch: Epoch | None = None
+        self._plan: MergePlan | None = None
+
+    def begin(self, conditions: tuple[Hashable, ...], epoch: Epoch) -> None:
+        """Take up the plan that still stands for a call, if there is one."""
+        self._conditions, self._epoch = conditions, epoch
+        self._plan = self._run.session.held(self, conditions, epoch)
+
+    def plan(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
+        """The plan for tokens ``x`` ``(batch, tokens, channels)`` of ``grids``.
+
+        None where ``block`` must stay whole: too few tokens, or a sequence that is not these
+        grids; the report says which.
+        """
+        plan = self._plan
+        if plan is None or plan.layout.grids != grids or not plan.fits(x):
+            plan = self._make(x, grids, block)
+            self._plan = plan
+        if plan is not None:
+            self._run.report.merged(block, plan.tokens, plan.merged)
+        return plan
+
+    def _make(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
+        run, epoch = self._run, self._epoch
+        layout = run.session.layout(grids, x.device)
+        if layout.tokens != x.shape[1] or x.shape[0] % len(self._conditions) or epoch is None:
+            run.report.aside("another node changed the number of tokens or samples", block)
+            return None
+        if layout.is_identity:
+            run.report.aside("too few tokens to merge", block)
+            return None
+        return run.session.plan(self, self._conditions, epoch, layout, x)
+
+
+class Run:
+    """State of one node during one sampling run; nothing of it outlives the run.
+
+    Args:
+        config: settings of the merge.
+        schedule: of the run's sigmas.
+        make_host: builds the host of a diffusion model; a run may use several, one per device.
+        report: collects what happens.
+    """
+
+    def __init__(
+        self, config: MergeConfig, schedule: Schedule, make_host: HostFactory, report: Report
+    ) -> None:
+        self.config = config
+        self.session = Session(config)
+        self.report = report
+        self._schedule = schedule
+        self._make_host = make_host
+        self._hosts: dict[int, Host] = {}
+
+    def epoch(self, call: Call) -> Epoch | None:
+        """The epoch of a call, None where this node leaves the model alone."""
+        return None if call.sigma is None else self._schedule.epoch(call.sigma)
+
+    def overrides(self, model: nn.Module, call: Call, epoch: Epoch) -> list[Override]:
+        """What the modules of ``model`` run instead of ``forward`` during a call."""
+        host = self._hosts.get(id(model))
+        if host is None:
+            host = self._hosts[id(model)] = self._make_host(model, self)
+        for site in host.sites:
+            site.begin(call.conditions, epoch)
+        return host.overrides(call)
+
+
+class SamplingRun:
+    """The runs of every node on one model: a later node takes over within its own range.
+
+    Args:
+        runs: in the order of the nodes.
+    """
+
+    def __init__(self, runs: list[Run]) -> None:
+        self._runs = runs
+        self._reader = CallReader()
+
+    def calc_cond_batch(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Wraps one prediction of the sampler (``WrappersMP.CALC_COND_BATCH``)."""
+        self._reader.begin_evaluation()
+        return executor(*args, **kwargs)
+
+    def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps one call of the model (``WrappersMP.APPLY_MODEL``), around any compiled code."""
+        call = self._reader.read(executor.original, args, kwargs)
+        overrides: list[Override] = []
+        for run in reversed(self._runs):
+            epoch = run.epoch(call)
+            if epoch is None:
+                continue
+            if overrides:
+                run.report.aside("a later node takes over")
+                continue
+            model = executor.class_obj.diffusion_model
+            # A compiled model stands in for the true one; the blocks are the same objects.
+            model = getattr(model, "_orig_mod", model)
+            overrides = run.overrides(model, call, epoch)
+        with overriding(overrides):
+            return executor(*args, **kwargs)
+
+    def close(self) -> None:
+        """Drop every plan and let the calls of leftover wrappers pass."""
+        self._runs.clear()

@@ -1,0 +1,240 @@
+"""The ToMA nodes: schemas and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..toma_core.config import MAX_INTERVAL, MAX_RATIO, MAX_TILE_SIZE, MergeConfig, Region, Scope
+from .attach import attach
+from .flux import FluxBlocks
+from .unet import UNetBlocks
+
+CATEGORY = "model/ToMA"
+_DEFAULTS = MergeConfig()
+
+
+def make_input(kind: type, name: str, **options: Any) -> Any:
+    """An input of ``kind`` with those options that the running ComfyUI knows.
+
+    ``advanced`` is younger than the oldest ComfyUI supported; an unknown keyword would take the
+    whole node away.
+    """
+    known = inspect.signature(kind.__init__).parameters
+    return kind(name, **{key: value for key, value in options.items() if key in known})
+
+
+def _basic_inputs(models: str) -> list[Any]:
+    return [
+        io.Model.Input("model", tooltip=f"The model to speed up: {models}."),
+        make_input(
+            io.Float.Input,
+            "ratio",
+            default=_DEFAULTS.ratio,
+            min=0.0,
+            max=MAX_RATIO,
+            step=0.05,
+            tooltip="Share of the picture's tokens that is merged away, 0 to 0.9. Higher is faster "
+            "and loses more detail. 0 switches the node off: the picture is exactly the same as "
+            "without it.",
+        ),
+        make_input(
+            io.Int.Input,
+            "tile_size",
+            default=_DEFAULTS.tile_size,
+            min=1,
+            max=MAX_TILE_SIZE,
+            tooltip="Side of the square tiles within which tokens merge, in tokens (one token is "
+            "16 pixels wide in Flux, 16 to 32 in SDXL). Larger tiles find more alike tokens; "
+            "smaller ones are cheaper.",
+        ),
+        make_input(
+            io.Int.Input,
+            "reuse_interval",
+            default=_DEFAULTS.reuse_interval,
+            min=1,
+            max=MAX_INTERVAL,
+            tooltip="For how many sampling steps a choice of tokens is kept before it is made "
+            "anew. Higher is a little faster; lower follows the picture more closely.",
+        ),
+    ]
+
+
+def _advanced_inputs() -> list[Any]:
+    return [
+        make_input(
+            io.Combo.Input,
+            "region",
+            options=[region.value for region in Region],
+            default=_DEFAULTS.region.value,
+            advanced=True,
+            tooltip="Which tokens may merge with one another: those of a square tile, of a stripe "
+            "of whole rows, or of the whole picture (global, slow to choose at large sizes).",
+        ),
+        make_input(
+            io.Combo.Input,
+            "scope",
+            options=[scope.value for scope in Scope],
+            default=_DEFAULTS.scope.value,
+            advanced=True,
+            tooltip="What works on merged tokens. block: whole transformer blocks, fastest. "
+            "modules: each part of a block by itself, as in the paper. attention: self-attention "
+            "only, gentlest and slowest.",
+        ),
+        make_input(
+            io.Int.Input,
+            "weight_interval",
+            default=_DEFAULTS.weight_interval,
+            min=1,
+            max=MAX_INTERVAL,
+            advanced=True,
+            tooltip="For how many sampling steps the weights of a merge are kept before they are "
+            "computed anew, between two choices of tokens.",
+        ),
+        make_input(
+            io.Float.Input,
+            "start_percent",
+            default=_DEFAULTS.start_percent,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            advanced=True,
+            tooltip="Part of the sampling range at which merging begins: 0 is the first step, "
+            "1 the end.",
+        ),
+        make_input(
+            io.Float.Input,
+            "end_percent",
+            default=_DEFAULTS.end_percent,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            advanced=True,
+            tooltip="Part of the sampling range at which merging ends: 1 is the last step. Lower "
+            "it to let the last steps restore detail.",
+        ),
+    ]
+
+
+def _schema(node_id: str, name: str, description: str, models: str, extra: list[Any]) -> io.Schema:
+    return io.Schema(
+        node_id=node_id,
+        display_name=name,
+        category=CATEGORY,
+        description=description,
+        inputs=[*_basic_inputs(models), *_advanced_inputs(), *extra],
+        outputs=[io.Model.Output(tooltip="The model, which merges tokens when it samples.")],
+    )
+
+
+class ToMAPatchModel(io.ComfyNode):
+    """Merges tokens of whichever supported model is connected."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "ToMAPatchModel",
+            "ToMA",
+            "Makes SDXL and Flux faster by merging image tokens that are alike (ToMA, "
+            "arXiv 2509.10918). Put it right before the sampler.",
+            "SDXL, SD 1.5, SD 2 or Flux.1",
+            [],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(attach(model, MergeConfig(**values)))
+
+
+class ToMAPatchSDXL(io.ComfyNode):
+    """Merges tokens of a UNet, with a choice of its levels and stages."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        chosen = UNetBlocks()
+        return _schema(
+            "ToMAPatchSDXL",
+            "ToMA for SDXL",
+            "ToMA with a choice of UNet levels and stages, for SDXL, SD 1.5, SD 2 and checkpoints "
+            "built on them.",
+            "SDXL, SD 1.5 or SD 2",
+            [
+                make_input(
+                    io.Combo.Input,
+                    "max_downsample",
+                    options=["1", "2", "4", "8"],
+                    default=str(chosen.max_downsample),
+                    advanced=True,
+                    tooltip="Coarsest level of the UNet that merges: 1 is the size of the latent, "
+                    "2 half of it, and so on. SDXL attends at 2 and 4.",
+                ),
+                *(
+                    make_input(
+                        io.Boolean.Input,
+                        f"{stage}_block{plural}",
+                        default=True,
+                        advanced=True,
+                        tooltip=f"Whether the {stage} stage of the UNet merges.",
+                    )
+                    for stage, plural in (("input", "s"), ("middle", ""), ("output", "s"))
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        max_downsample: str = "8",
+        input_blocks: bool = True,
+        middle_block: bool = True,
+        output_blocks: bool = True,
+        **values: Any,
+    ) -> io.NodeOutput:
+        blocks = UNetBlocks(int(max_downsample), input_blocks, middle_block, output_blocks)
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks))
+
+
+class ToMAPatchFlux(io.ComfyNode):
+    """Merges tokens of Flux.1, with blocks at either end left alone on request."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "ToMAPatchFlux",
+            "ToMA for Flux",
+            "ToMA with a choice of blocks, for Flux.1 dev, schnell, Fill, Canny, Depth, Redux and "
+            "Kontext.",
+            "Flux.1",
+            [
+                make_input(
+                    io.Int.Input,
+                    f"skip_{end}_{kind}",
+                    default=0,
+                    min=0,
+                    max=most,
+                    advanced=True,
+                    tooltip=f"How many {kind} blocks stay unmerged, counted from the {end} "
+                    f"(Flux.1 has {most}). The {end} blocks carry the most detail.",
+                )
+                for kind, most in (("double", 19), ("single", 38))
+                for end in ("first", "last")
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        skip_first_double: int = 0,
+        skip_last_double: int = 0,
+        skip_first_single: int = 0,
+        skip_last_single: int = 0,
+        **values: Any,
+    ) -> io.NodeOutput:
+        blocks = FluxBlocks(
+            skip_first_double, skip_last_double, skip_first_single, skip_last_single
+        )
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks))

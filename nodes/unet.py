@@ -1,0 +1,213 @@
+"""Merging in ComfyUI's UNet: SDXL, SD 1.5, SD 2 and every other checkpoint of that class.
+
+Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all blocks of one
+``SpatialTransformer`` work on the same grid and share a pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
+from torch import Tensor, nn
+
+from ..toma_core.config import Scope
+from ..toma_core.merge import MergePlan
+from .options import Call
+from .overrides import Override
+from .run import Run, Site
+
+PATCH_POINTS = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+"""Where other nodes reach into a block and expect its tokens whole."""
+
+
+@dataclass(frozen=True)
+class UNetBlocks:
+    """Which transformer blocks of a UNet merge.
+
+    Attributes:
+        max_downsample: coarsest attention resolution that merges, as latent size / its size.
+        input_blocks, middle_block, output_blocks: stages of the UNet that merge.
+    """
+
+    max_downsample: int = 8
+    input_blocks: bool = True
+    middle_block: bool = True
+    output_blocks: bool = True
+
+
+def is_image_unet(model: nn.Module) -> bool:
+    """True for a UNet whose tokens are those of one picture (no video, no audio)."""
+    return (
+        isinstance(model, UNetModel)
+        and any(isinstance(module, SpatialTransformer) for module in model.modules())
+        and not any(isinstance(module, SpatialVideoTransformer) for module in model.modules())
+    )
+
+
+class UNetHost:
+    """Merges the transformer blocks of one UNet.
+
+    Args:
+        model: the UNet.
+        run: that the plans belong to.
+        chosen: which blocks merge.
+    """
+
+    def __init__(self, model: UNetModel, run: Run, chosen: UNetBlocks) -> None:
+        self.sites: list[Site] = []
+        self._blocks: list[UNetBlock] = []
+        for stage, number, transformer in _transformers(model, chosen):
+            site = Site(run)
+            self.sites.append(site)
+            self._blocks += [
+                UNetBlock(block, (stage, number, depth), site, run)
+                for depth, block in enumerate(transformer.transformer_blocks)
+            ]
+
+    def overrides(self, call: Call) -> list[Override]:
+        return [override for block in self._blocks for override in block.overrides(call)]
+
+
+class UNetBlock:
+    """One transformer block that works on merged tokens.
+
+    Args:
+        block: the block.
+        place: stage, number and depth, as other nodes address it.
+        site: blocks that share the pattern.
+        run: settings and report.
+    """
+
+    def __init__(self, block: nn.Module, place: tuple[str, int, int], site: Site, run: Run) -> None:
+        self._block = block
+        self._place = place
+        self._name = f"{place[0]} {place[1]}.{place[2]}"
+        self._site = site
+        self._run = run
+        self._forward = block.forward
+        self._plan: MergePlan | None = None
+
+    def overrides(self, call: Call) -> list[Override]:
+        """What the block and its modules run instead of ``forward`` during a call."""
+        # The forward of now, not of the class: another node may have put its own in place.
+        self._forward = self._block.forward
+        scope = self._run.config.scope
+        if scope is Scope.BLOCK and self._is_patched(call):
+            self._run.report.aside(
+                "other nodes work inside blocks, so these merge module by module", self._name
+            )
+            scope = Scope.MODULES
+        if scope is Scope.BLOCK:
+            return [(self._block, self._merge_block)]
+        overrides: list[Override] = [
+            (self._block, self._with_plan),
+            (self._block.attn1, self._merged_attention(self._block.attn1)),
+        ]
+        if scope is Scope.MODULES:
+            if self._block.attn2 is not None:
+                overrides.append((self._block.attn2, self._merged_attention(self._block.attn2)))
+            overrides.append((self._block.ff, self._merged_feed_forward(self._block.ff)))
+        return overrides
+
+    def _is_patched(self, call: Call) -> bool:
+        if any(call.patches.get(point) for point in PATCH_POINTS):
+            return True
+        return any(
+            place in (call.replacements.get(point) or {})
+            for point in ("attn1", "attn2")
+            for place in (self._place, self._place[:2])
+        )
+
+    def _plan_for(self, x: Tensor, kwargs: dict[str, Any]) -> MergePlan | None:
+        shape = (kwargs.get("transformer_options") or {}).get("activations_shape")
+        if shape is None or len(shape) != 4:
+            self._run.report.aside("this ComfyUI does not tell the size of the token grid")
+            return None
+        return self._site.plan(x, ((shape[2], shape[3]),), self._name)
+
+    def _merge_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The block on merged tokens; its change is unmerged and added."""
+        plan = self._plan_for(x, kwargs)
+        if plan is None:
+            return self._forward(x, *args, **kwargs)
+        merged = plan.merge(x)
+        return x + plan.unmerge(self._forward(merged, *args, **kwargs) - merged)
+
+    def _with_plan(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The block on whole tokens, with a plan for its modules."""
+        self._plan = self._plan_for(x, kwargs)
+        try:
+            return self._forward(x, *args, **kwargs)
+        finally:
+            self._plan = None
+
+    def _merged_attention(self, module: nn.Module) -> Any:
+        forward = module.forward
+        attends_itself = module is self._block.attn1 and not self._block.disable_self_attn
+
+        def attention(x: Tensor, context: Any = None, value: Any = None, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None or not plan.fits(x) or kwargs.get("mask") is not None:
+                return forward(x, context=context, value=value, **kwargs)
+            merged = plan.merge(x)
+            if attends_itself:
+                # Keys and values of the picture itself merge with the queries; whatever another
+                # node put in their place stays whole.
+                context = merged if context is x else _merge_if_fits(plan, context)
+                value = merged if value is x else _merge_if_fits(plan, value)
+            return plan.unmerge(forward(merged, context=context, value=value, **kwargs))
+
+        return attention
+
+    def _merged_feed_forward(self, module: nn.Module) -> Any:
+        forward = module.forward
+
+        def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None or not plan.fits(x):
+                return forward(x, *args, **kwargs)
+            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
+
+        return feed_forward
+
+
+def _merge_if_fits(plan: MergePlan, x: Tensor | None) -> Tensor | None:
+    return plan.merge(x) if x is not None and plan.fits(x) else x
+
+
+def _transformers(
+    model: UNetModel, chosen: UNetBlocks
+) -> list[tuple[str, int, SpatialTransformer]]:
+    """Stage, number and module of every chosen spatial transformer."""
+    found = []
+    downsample = 1
+    downsamples = []
+    for number, block in enumerate(model.input_blocks):
+        if any(isinstance(module, Downsample) for module in block.modules()):
+            downsample *= 2
+        downsamples.append(downsample)
+        if chosen.input_blocks and downsample <= chosen.max_downsample:
+            found += _of_stage("input", number, block)
+    if chosen.middle_block and downsample <= chosen.max_downsample and model.middle_block:
+        found += _of_stage("middle", 0, model.middle_block)
+    # Output block i takes the skip of input block -1-i, so it works at that one's resolution.
+    stages = zip(model.output_blocks, reversed(downsamples), strict=True)
+    for number, (block, downsample) in enumerate(stages):
+        if chosen.output_blocks and downsample <= chosen.max_downsample:
+            found += _of_stage("output", number, block)
+    return found
+
+
+def _of_stage(
+    stage: str, number: int, block: nn.Module
+) -> list[tuple[str, int, SpatialTransformer]]:
+    return [(stage, number, module) for module in block if isinstance(module, SpatialTransformer)]

@@ -1,0 +1,81 @@
+"""When a pattern is made anew: pure numbers, from sigmas alone.
+
+Samplers call the model as often per step as they like (Heun twice, guidance nodes once more), so
+nothing here counts calls: a step is the place of the current sigma in the run's sigmas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What a block does with the pattern that it finds."""
+
+    SELECT = "choose destinations and weights"
+    REWEIGHT = "keep destinations, renew weights"
+    REUSE = "keep both"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The span of steps over which a pattern stands: of destinations, and within it of weights."""
+
+    selection: int
+    weights: int
+
+    def action(self, held: Epoch | None) -> Action:
+        """What to do when a pattern of epoch ``held`` (None: no pattern) is at hand."""
+        if held is None or held.selection != self.selection:
+            return Action.SELECT
+        return Action.REUSE if held == self else Action.REWEIGHT
+
+
+class Schedule:
+    """Maps a sigma of one sampling run to its epoch.
+
+    Args:
+        sigmas: the run's sigmas in sampling order, the final one included; empty when unknown,
+            then each new sigma counts as a step.
+        start_sigma, end_sigma: tokens merge where ``end_sigma < sigma <= start_sigma``.
+        reuse_interval, weight_interval: steps per choice of destinations and of weights.
+    """
+
+    def __init__(
+        self,
+        sigmas: tuple[float, ...],
+        start_sigma: float,
+        end_sigma: float,
+        reuse_interval: int,
+        weight_interval: int,
+    ) -> None:
+        # The last sigma is where sampling ends: no step starts there.
+        self._sigmas = sigmas[:-1]
+        self._seen: list[float] = []
+        self._start_sigma = start_sigma
+        self._end_sigma = end_sigma
+        self._reuse_interval = reuse_interval
+        self._weight_interval = weight_interval
+        active = [step for step, sigma in enumerate(self._sigmas) if self.is_active(sigma)]
+        self._first = active[0] if active else 0
+
+    def is_active(self, sigma: float) -> bool:
+        return self._end_sigma < sigma <= self._start_sigma
+
+    def step(self, sigma: float) -> int:
+        """The step nearest to ``sigma``; the earlier one where two are equally near."""
+        if self._sigmas:
+            steps = range(len(self._sigmas))
+            return min(steps, key=lambda step: abs(self._sigmas[step] - sigma))
+        if sigma not in self._seen:
+            self._seen.append(sigma)
+        return self._seen.index(sigma)
+
+    def epoch(self, sigma: float) -> Epoch | None:
+        """The epoch of ``sigma``, or None where tokens do not merge."""
+        if not self.is_active(sigma):
+            return None
+        age = max(0, self.step(sigma) - self._first)
+        selection, within = divmod(age, self._reuse_interval)
+        return Epoch(selection, within // self._weight_interval)
