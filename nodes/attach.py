@@ -77,26 +77,34 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps one sampling run (``WrappersMP.OUTER_SAMPLE``) around a fresh ``SamplingRun``."""
     guider = executor.class_obj
     stock_options = guider.model_options
-    settings = stock_options.get("transformer_options", {}).get(KEY, ())
     sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
-    runs = [_run(guider.model_patcher, each, sigmas) for each in settings]
-    reports = [run.report for run in runs]
-    sampling = SamplingRun(runs)
-    options = create_model_options_clone(stock_options)
-    wrappers = options.setdefault("transformer_options", {}).setdefault("wrappers", {})
-    for kind, wrapper in (
-        (WrappersMP.CALC_COND_BATCH, sampling.calc_cond_batch),
-        (WrappersMP.APPLY_MODEL, sampling.apply_model),
-    ):
-        wrappers.setdefault(kind, {})[KEY] = [wrapper]
-    guider.model_options = options
+    run, guider.model_options = open_run(guider.model_patcher, stock_options, sigmas)
     try:
         return executor(*args, **kwargs)
     finally:
-        sampling.close()
         guider.model_options = stock_options
-        for report in reports:
-            report.log()
+        run.close()
+
+
+def open_run(
+    model: ModelPatcher, options: dict[str, Any], sigmas: torch.Tensor
+) -> tuple[SamplingRun, dict[str, Any]]:
+    """A sampling run of a patched MODEL, and model options under which its calls merge.
+
+    Args:
+        model: that samples.
+        options: model options with the settings of our nodes; they stay as they are.
+        sigmas: of the run, in sampling order.
+    """
+    options = create_model_options_clone(options)
+    transformer_options = options.setdefault("transformer_options", {})
+    run = SamplingRun(
+        [_run(model, settings, sigmas) for settings in transformer_options.get(KEY, ())]
+    )
+    wrappers = transformer_options.setdefault("wrappers", {})
+    wrappers.setdefault(WrappersMP.CALC_COND_BATCH, {})[KEY] = [run.calc_cond_batch]
+    wrappers.setdefault(WrappersMP.APPLY_MODEL, {})[KEY] = [run.apply_model]
+    return run, options
 
 
 def _run(model: ModelPatcher, settings: Settings, sigmas: torch.Tensor) -> Run:

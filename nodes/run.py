@@ -139,5 +139,7 @@ class SamplingRun:
             return executor(*args, **kwargs)
 
     def close(self) -> None:
-        """Drop every plan and let the calls of leftover wrappers pass."""
+        """Say what happened, drop every plan, and let calls of leftover wrappers pass."""
+        for run in self._runs:
+            run.report.log()
         self._runs.clear()

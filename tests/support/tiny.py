@@ -92,9 +92,7 @@ def sd15(dtype: torch.dtype = torch.float32, **changes: Any) -> comfy.model_patc
     return patcher(comfy.supported_models.SD15({**config, **changes}), dtype)
 
 
-def flux(
-    dtype: torch.dtype = torch.float32, guidance: bool = False, **changes: Any
-) -> comfy.model_patcher.ModelPatcher:
+def flux_config(guidance: bool = False, **changes: Any) -> Any:
     """Flux-schnell, or Flux-dev with ``guidance``, of two double and three single blocks."""
     config = {
         "image_model": "flux",
@@ -117,7 +115,11 @@ def flux(
     if "txt_ids_dims" in FluxParams.__dataclass_fields__:
         config["txt_ids_dims"] = []
     kind = comfy.supported_models.Flux if guidance else comfy.supported_models.FluxSchnell
-    return patcher(kind(config), dtype)
+    return kind(config)
+
+
+def flux(dtype: torch.dtype = torch.float32, **changes: Any) -> comfy.model_patcher.ModelPatcher:
+    return patcher(flux_config(**changes), dtype)
 
 
 def is_flux(model: comfy.model_patcher.ModelPatcher) -> bool:

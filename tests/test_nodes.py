@@ -1,0 +1,136 @@
+"""The nodes as ComfyUI loads them: through its own custom-node loader."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = [
+    "model",
+    "ratio",
+    "tile_size",
+    "reuse_interval",
+    "region",
+    "scope",
+    "weight_interval",
+    "start_percent",
+    "end_percent",
+]
+INPUTS = {
+    "ToMAPatchModel": SHARED,
+    "ToMAPatchSDXL": [
+        *SHARED,
+        "max_downsample",
+        "input_blocks",
+        "middle_block",
+        "output_blocks",
+    ],
+    "ToMAPatchFlux": [
+        *SHARED,
+        "skip_first_double",
+        "skip_last_double",
+        "skip_first_single",
+        "skip_last_single",
+    ],
+}
+"""Graphs are saved with these names: they never change and are only added to."""
+
+
+@pytest.fixture(scope="module")
+def classes():
+    """The node classes that ComfyUI's loader registers for the pack."""
+    import nodes
+
+    known = set(nodes.NODE_CLASS_MAPPINGS)
+    assert asyncio.run(nodes.load_custom_node(str(ROOT)))
+    return {name: node for name, node in nodes.NODE_CLASS_MAPPINGS.items() if name not in known}
+
+
+def test_comfyui_registers_exactly_these_nodes_and_inputs(classes):
+    assert {name: list(_inputs(node)) for name, node in classes.items()} == INPUTS
+
+
+def _inputs(node):
+    groups = node.INPUT_TYPES()
+    return {**groups.get("required", {}), **groups.get("optional", {})}
+
+
+def test_every_input_says_what_it_does(classes):
+    for node in classes.values():
+        assert node.CATEGORY == "model/ToMA"
+        for name, (_, options) in _inputs(node).items():
+            assert len(options["tooltip"]) > 20, (node, name)
+
+
+def test_defaults_of_the_widgets_are_those_of_the_config(classes):
+    from comfyui_toma.toma_core.config import MergeConfig
+
+    defaults = MergeConfig()
+    for node in classes.values():
+        for name, (_, options) in _inputs(node).items():
+            if hasattr(defaults, name):
+                value = getattr(defaults, name)
+                assert options["default"] == getattr(value, "value", value), name
+
+
+def test_executing_a_node_patches_a_clone(classes):
+    model = tiny.sdxl()
+    stock = tiny.sample(model, 24, 32)
+    for name in ("ToMAPatchModel", "ToMAPatchSDXL"):
+        patched = classes[name].execute(model, ratio=0.5)[0]
+        assert not torch.equal(tiny.sample(patched, 24, 32), stock)
+    assert torch.equal(tiny.sample(model, 24, 32), stock)
+
+
+def test_the_wrong_node_names_the_right_one(classes):
+    with pytest.raises(
+        ValueError, match=r"merges SDXL models, but the model is Flux.*ToMA for Flux"
+    ):
+        classes["ToMAPatchSDXL"].execute(tiny.flux(), ratio=0.5)
+    with pytest.raises(
+        ValueError, match=r"merges Flux models, but the model is SDXL.*ToMA for SDXL"
+    ):
+        classes["ToMAPatchFlux"].execute(tiny.sdxl(), ratio=0.5)
+
+
+def imports_of(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def test_the_core_imports_torch_and_the_standard_library_only():
+    for path in (ROOT / "toma_core").glob("*.py"):
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            assert name.startswith(".") or top == "torch" or top in sys.stdlib_module_names, name
+
+
+def test_leaves_import_only_the_config_and_hosts_never_one_another():
+    allowed = {
+        "config": set(),
+        "regions": {".config"},
+        "selection": {".config"},
+        "merge": {".config", ".regions"},
+        "schedule": {".config"},
+    }
+    for leaf, names in allowed.items():
+        own = {name for name in imports_of(ROOT / "toma_core" / f"{leaf}.py") if name[0] == "."}
+        assert own <= names, leaf
+    assert ".flux" not in set(imports_of(ROOT / "nodes" / "unet.py"))
+    assert ".unet" not in set(imports_of(ROOT / "nodes" / "flux.py"))
+
+
+def test_importing_the_pack_imports_no_node():
+    names = set(imports_of(ROOT / "__init__.py"))
+    assert "torch" not in names and not any(name.startswith("comfy") for name in names)
