@@ -21,11 +21,14 @@ from ..toma_core.config import MergeConfig
 from ..toma_core.schedule import Schedule
 from .flux import FluxBlocks, FluxHost
 from .options import KEY
-from .report import Report
+from .report import Report, show_text
 from .run import Run, SamplingRun
 from .unet import UNetBlocks, UNetHost, is_image_unet
 
 Blocks = UNetBlocks | FluxBlocks
+
+LATENT_PIXELS = 8
+"""Pixels per side of a latent pixel, for every supported model."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,19 @@ class Settings:
 
     config: MergeConfig
     blocks: Blocks
+    node_id: str | None = None
 
 
 class UnsupportedModelError(ValueError):
     """The MODEL is of a kind that cannot be merged; the message names it."""
 
 
-def attach(model: ModelPatcher, config: MergeConfig, blocks: Blocks | None = None) -> ModelPatcher:
+def attach(
+    model: ModelPatcher,
+    config: MergeConfig,
+    blocks: Blocks | None = None,
+    node_id: str | None = None,
+) -> ModelPatcher:
     """A clone of ``model`` that merges tokens when it samples.
 
     Several nodes may follow one another: a later one takes over within its own part of the
@@ -51,6 +60,7 @@ def attach(model: ModelPatcher, config: MergeConfig, blocks: Blocks | None = Non
         config: settings of the merge; ratio 0 leaves the clone exactly stock.
         blocks: which blocks merge, of the kind of model that is expected; None takes either kind
             whole.
+        node_id: node that shows what happened.
 
     Raises:
         UnsupportedModelError: the model is no UNet for pictures and no Flux.1, or not of the kind
@@ -65,9 +75,10 @@ def attach(model: ModelPatcher, config: MergeConfig, blocks: Blocks | None = Non
         )
     patched = model.clone()
     if config.is_identity:
+        show_text(node_id, "Inactive: ratio is 0.")
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
-    options[KEY] = (*options.get(KEY, ()), Settings(config, blocks or whole))
+    options[KEY] = (*options.get(KEY, ()), Settings(config, blocks or whole, node_id))
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return patched
@@ -78,7 +89,9 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     guider = executor.class_obj
     stock_options = guider.model_options
     sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
-    run, guider.model_options = open_run(guider.model_patcher, stock_options, sigmas)
+    noise = kwargs["noise"] if "noise" in kwargs else args[0]
+    size = tuple(noise.shape[-2:])
+    run, guider.model_options = open_run(guider.model_patcher, stock_options, sigmas, size)
     try:
         return executor(*args, **kwargs)
     finally:
@@ -87,7 +100,7 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def open_run(
-    model: ModelPatcher, options: dict[str, Any], sigmas: torch.Tensor
+    model: ModelPatcher, options: dict[str, Any], sigmas: torch.Tensor, size: tuple[int, int]
 ) -> tuple[SamplingRun, dict[str, Any]]:
     """A sampling run of a patched MODEL, and model options under which its calls merge.
 
@@ -95,11 +108,12 @@ def open_run(
         model: that samples.
         options: model options with the settings of our nodes; they stay as they are.
         sigmas: of the run, in sampling order.
+        size: rows and columns of the latent.
     """
     options = create_model_options_clone(options)
     transformer_options = options.setdefault("transformer_options", {})
     run = SamplingRun(
-        [_run(model, settings, sigmas) for settings in transformer_options.get(KEY, ())]
+        [_run(model, settings, sigmas, size) for settings in transformer_options.get(KEY, ())]
     )
     wrappers = transformer_options.setdefault("wrappers", {})
     wrappers.setdefault(WrappersMP.CALC_COND_BATCH, {})[KEY] = [run.calc_cond_batch]
@@ -107,7 +121,9 @@ def open_run(
     return run, options
 
 
-def _run(model: ModelPatcher, settings: Settings, sigmas: torch.Tensor) -> Run:
+def _run(
+    model: ModelPatcher, settings: Settings, sigmas: torch.Tensor, size: tuple[int, int]
+) -> Run:
     config = settings.config
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma
     schedule = Schedule(
@@ -122,7 +138,9 @@ def _run(model: ModelPatcher, settings: Settings, sigmas: torch.Tensor) -> Run:
     make_host: Callable[[nn.Module, Run], Any] = functools.partial(
         UNetHost if isinstance(settings.blocks, UNetBlocks) else FluxHost, chosen=settings.blocks
     )
-    return Run(config, schedule, make_host, Report(_name(model)))
+    rows, columns = size
+    subject = f"{_name(model)} {columns * LATENT_PIXELS}x{rows * LATENT_PIXELS}"
+    return Run(config, schedule, make_host, Report(subject, settings.node_id))
 
 
 def _supported(model: ModelPatcher) -> Blocks:

@@ -1,8 +1,10 @@
-"""What a sampling run did, in words for the log."""
+"""What a sampling run did, in words: for the log, and on the node that asked for it."""
 
 from __future__ import annotations
 
 import logging
+import statistics
+import sys
 from collections import Counter
 
 from .options import KEY
@@ -11,16 +13,19 @@ _logger = logging.getLogger(KEY)
 
 
 class Report:
-    """Collects which blocks merged how many tokens, and why others did not.
+    """Collects which blocks merged how many tokens, why others did not, and how long steps took.
 
     Args:
-        model: name of the model, for people.
+        subject: model and picture size, for people.
+        node_id: node that shows the text, None for none.
     """
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, subject: str, node_id: str | None = None) -> None:
+        self._subject = subject
+        self._node_id = node_id
         self._merged: dict[str, tuple[int, int]] = {}
         self._aside: dict[str, set[str]] = {}
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def merged(self, block: str, before: int, after: int) -> None:
         self._merged[block] = (before, after)
@@ -28,6 +33,10 @@ class Report:
     def aside(self, reason: str, block: str = "") -> None:
         """Note that a block (or all, without a name) worked unmerged, wholly or in part."""
         self._aside.setdefault(reason, set()).add(block)
+
+    def step(self, seconds: float, merging: bool) -> None:
+        """Note how long a sampling step took, and whether tokens merged in it."""
+        self._seconds[merging].append(seconds)
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -39,24 +48,41 @@ class Report:
         return tuple(self._aside)
 
     def summary(self) -> str:
-        """One line: what merged, or why nothing did."""
+        """One line: what merged and how fast, or why nothing did."""
         if not self._merged:
-            reason = "; ".join(self._aside) or "the model was not called in the chosen range"
-            return f"Inactive on {self.model}: {reason}."
+            reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
+            return f"Inactive on {self._subject}: {reason}."
         parts = [
             f"{before} -> {after} tokens in {blocks} block{'s' if blocks > 1 else ''}"
             for (before, after), blocks in Counter(self._merged.values()).most_common()
         ]
-        return f"{self.model}: {', '.join(parts)}."
+        if self._seconds[True]:
+            parts.append(f"{statistics.median(self._seconds[True]):.2f} s/step")
+            if self._seconds[False]:
+                parts[-1] += f" (stock {statistics.median(self._seconds[False]):.2f})"
+        return f"{self._subject}: {', '.join(parts)}"
 
-    def log(self) -> None:
-        """Write the summary and, once per reason, what stayed unmerged."""
-        prefix = "ToMA: "
+    def show(self) -> None:
+        """Put the summary on the node, where a client looks on."""
+        show_text(self._node_id, self.summary())
+
+    def close(self) -> None:
+        """Put the summary on the node and in the log; there also, once per reason, what stayed."""
+        self.show()
         if not self._merged:
-            _logger.warning(prefix + self.summary())
+            _logger.warning("ToMA: %s", self.summary())
             return
-        _logger.info(prefix + self.summary())
+        _logger.info("ToMA: %s", self.summary())
         for reason, blocks in self._aside.items():
             names = sorted(filter(None, blocks))
             where = f" ({len(names)} blocks: {names[0]} to {names[-1]})" if names else ""
-            _logger.warning("%s%s%s.", prefix, reason, where)
+            _logger.warning("ToMA: %s%s.", reason, where)
+
+
+def show_text(node_id: str | None, text: str) -> None:
+    """Show ``text`` on a node through ComfyUI's own mechanism; silent without a client."""
+    # Looked up, not imported: the server module belongs to a running ComfyUI.
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    client = getattr(server, "client_id", None)
+    if node_id is not None and client is not None:
+        server.send_progress_text(text, node_id, client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -114,6 +115,7 @@ class SamplingRun:
     def __init__(self, runs: list[Run]) -> None:
         self._runs = runs
         self._reader = CallReader()
+        self._step: tuple[float, float, Run | None] | None = None
 
     def calc_cond_batch(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
         """Wraps one prediction of the sampler (``WrappersMP.CALC_COND_BATCH``)."""
@@ -124,22 +126,41 @@ class SamplingRun:
         """Wraps one call of the model (``WrappersMP.APPLY_MODEL``), around any compiled code."""
         call = self._reader.read(executor.original, args, kwargs)
         overrides: list[Override] = []
+        active = None
         for run in reversed(self._runs):
             epoch = run.epoch(call)
             if epoch is None:
                 continue
-            if overrides:
+            if active is not None:
                 run.report.aside("a later node takes over")
                 continue
             model = executor.class_obj.diffusion_model
             # A compiled model stands in for the true one; the blocks are the same objects.
             model = getattr(model, "_orig_mod", model)
             overrides = run.overrides(model, call, epoch)
+            active = run
+        is_new_step = self._time(call.sigma, active)
         with overriding(overrides):
-            return executor(*args, **kwargs)
+            result = executor(*args, **kwargs)
+        if is_new_step and active is not None:
+            active.report.show()
+        return result
+
+    def _time(self, sigma: float | None, active: Run | None) -> bool:
+        """Note how long the step before took; True when ``sigma`` begins a new one."""
+        now = time.perf_counter()
+        if sigma is None or (self._step is not None and self._step[0] == sigma):
+            return False
+        if self._step is not None:
+            _, since, before = self._step
+            for run in self._runs:
+                run.report.step(now - since, merging=run is before)
+        self._step = (sigma, now, active)
+        return True
 
     def close(self) -> None:
         """Say what happened, drop every plan, and let calls of leftover wrappers pass."""
         for run in self._runs:
-            run.report.log()
+            run.report.close()
         self._runs.clear()
+        self._step = None

@@ -125,8 +125,14 @@ def _schema(node_id: str, name: str, description: str, models: str, extra: list[
         category=CATEGORY,
         description=description,
         inputs=[*_basic_inputs(models), *_advanced_inputs(), *extra],
+        hidden=[io.Hidden.unique_id],
         outputs=[io.Model.Output(tooltip="The model, which merges tokens when it samples.")],
     )
+
+
+def _node_id(node: type[io.ComfyNode]) -> str | None:
+    """Id of the node in the graph that runs, None outside of a graph."""
+    return getattr(getattr(node, "hidden", None), "unique_id", None)
 
 
 class ToMAPatchModel(io.ComfyNode):
@@ -145,7 +151,7 @@ class ToMAPatchModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(attach(model, MergeConfig(**values)))
+        return io.NodeOutput(attach(model, MergeConfig(**values), node_id=_node_id(cls)))
 
 
 class ToMAPatchSDXL(io.ComfyNode):
@@ -194,7 +200,7 @@ class ToMAPatchSDXL(io.ComfyNode):
         **values: Any,
     ) -> io.NodeOutput:
         blocks = UNetBlocks(int(max_downsample), input_blocks, middle_block, output_blocks)
-        return io.NodeOutput(attach(model, MergeConfig(**values), blocks))
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, _node_id(cls)))
 
 
 class ToMAPatchFlux(io.ComfyNode):
@@ -216,8 +222,9 @@ class ToMAPatchFlux(io.ComfyNode):
                     min=0,
                     max=most,
                     advanced=True,
-                    tooltip=f"How many {kind} blocks stay unmerged, counted from the {end} "
-                    f"(Flux.1 has {most}). The {end} blocks carry the most detail.",
+                    tooltip=f"How many {kind} blocks stay unmerged, counted from the {end} one "
+                    f"(Flux.1 has {most}). Raise it when fine detail suffers; each block left "
+                    "alone costs speed.",
                 )
                 for kind, most in (("double", 19), ("single", 38))
                 for end in ("first", "last")
@@ -237,4 +244,4 @@ class ToMAPatchFlux(io.ComfyNode):
         blocks = FluxBlocks(
             skip_first_double, skip_last_double, skip_first_single, skip_last_single
         )
-        return io.NodeOutput(attach(model, MergeConfig(**values), blocks))
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, _node_id(cls)))

@@ -51,7 +51,7 @@ class MergeConfig:
     region: Region = Region.TILE
     scope: Scope = Scope.BLOCK
     reuse_interval: int = 5
-    weight_interval: int = 1
+    weight_interval: int = 3
     start_percent: float = 0.0
     end_percent: float = 1.0
     temperature: float = 1e-3

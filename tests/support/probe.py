@@ -86,7 +86,7 @@ def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
     """TFLOP of the first call of a run at batch 1, our own work included."""
     patched = attach(model, config)
     sigmas = torch.tensor([1.0, 0.0])
-    run, options = open_run(patched, patched.model_options, sigmas)
+    run, options = open_run(patched, patched.model_options, sigmas, latent)
     is_flux = tiny.is_flux(model)
     dtype = torch.bfloat16
     x = torch.empty(1, 16 if is_flux else 4, *latent, device="meta")
