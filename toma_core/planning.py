@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .config import MergeConfig
@@ -10,6 +11,7 @@ from .regions import RegionLayout
 from .selection import facility_location, similarity, unit_rows
 
 
+@torch.no_grad()
 def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePlan:
     """Choose destinations for every sample of ``x`` and weigh the merge towards them.
 
@@ -23,6 +25,7 @@ def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePla
     return assign(units, layout, destinations, config.temperature, x.dtype)
 
 
+@torch.no_grad()
 def reweigh(plan: MergePlan, x: Tensor, config: MergeConfig) -> MergePlan:
     """The same destinations with weights from the features of now (ToMA section 3.3)."""
     units = unit_rows(plan.layout.split(x))

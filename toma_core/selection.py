@@ -15,6 +15,11 @@ _NO_COVER = -1.0
 """Cover of a token before the first pick: the least cosine, so that the first pick maximises the
 sum of similarities, as the greedy rule asks."""
 
+TIE = 1e-4
+"""Gains that differ by less are equal. Two tokens that are nearest to each other gain exactly the
+same, by the symmetry of S; which of them is picked must not hang on rounding, and so on the batch.
+"""
+
 
 def unit_rows(x: Tensor) -> Tensor:
     """Rows of ``x`` at unit length, in fp32; zero rows stay zero.
@@ -42,7 +47,7 @@ def facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -
     """Greedy facility location, batched over all leading axes.
 
     Each pick is ``argmax_i sum_j max(0, S_ij - m_j)`` with ``m_j`` the similarity of token j to
-    the picks so far; ties go to the lowest index and no token is picked twice.
+    the picks so far; ties (within ``TIE``) go to the lowest index and no token is picked twice.
 
     Args:
         cosine: ``(..., tokens, tokens)`` fp32 similarity, symmetric.
@@ -74,8 +79,13 @@ def facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -
     for _ in range(count):
         torch.sub(cosine, cover[:, None, :], out=gain)
         total = gain.clamp_(min=0).sum(-1).masked_fill(blocked, -torch.inf)
-        pick = total.argmax(-1)
+        pick = first_best(total)
         picks.append(pick)
         blocked = blocked | (token == pick[:, None])
         cover = torch.maximum(cover, rows.index_select(0, first_row + pick))
     return torch.stack(picks, -1).reshape(*lead, count)
+
+
+def first_best(gains: Tensor) -> Tensor:
+    """Lowest index of the largest of ``gains`` along the last axis, ties within ``TIE``."""
+    return (gains >= gains.amax(-1, keepdim=True) - TIE).to(gains.dtype).argmax(-1)
