@@ -9,6 +9,7 @@ destination stood.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +143,6 @@ class FluxBlock:
     """
 
     kind: str
-    parameters: tuple[str, ...]
-    """Leading parameters of ``forward``, which other nodes may pass by position."""
     tokens: str
     """The parameter that holds the picture tokens."""
     ranges: str
@@ -165,6 +164,7 @@ class FluxBlock:
         self._sequence = sequence
         self._follow = followers
         self._forward = block.forward
+        self._parameters = list(inspect.signature(type(block).forward).parameters)[1:]
         self._plan: MergePlan | None = None
         self._lead = 0
 
@@ -255,7 +255,8 @@ class FluxBlock:
     # Pieces of them.
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        """The arguments by name, since other nodes may pass them by position."""
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def _plan_for(self, arguments: dict[str, Any]) -> tuple[MergePlan | None, int, int]:
         """The plan, the text tokens in attention, and those that lead the token tensor."""
@@ -338,7 +339,6 @@ class DoubleBlock(FluxBlock):
     """A block whose picture and text are separate sequences that attend to one another."""
 
     kind = "double"
-    parameters = ("img", "txt", "vec", "pe", "attn_mask")
     tokens = "img"
     ranges = "modulation_dims_img"
 
@@ -365,7 +365,6 @@ class SingleBlock(FluxBlock):
     """A block of one sequence, text first, whose feed-forward shares attention's projections."""
 
     kind = "single"
-    parameters = ("x", "vec", "pe", "attn_mask")
     tokens = "x"
     ranges = "modulation_dims"
 

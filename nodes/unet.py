@@ -6,6 +6,7 @@ Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +128,11 @@ class UNetBlock:
             for place in (self._place, self._place[:2])
         )
 
-    def _plan_for(self, x: Tensor, kwargs: dict[str, Any]) -> MergePlan | None:
-        shape = (kwargs.get("transformer_options") or {}).get("activations_shape")
+    def _plan_for(self, x: Tensor, args: tuple, kwargs: dict[str, Any]) -> MergePlan | None:
+        # Passed by name; by position it is the only mapping.
+        options = kwargs.get("transformer_options")
+        options = options or next((arg for arg in args if isinstance(arg, Mapping)), {})
+        shape = options.get("activations_shape")
         if shape is None or len(shape) != 4:
             self._run.report.aside("this ComfyUI does not tell the size of the token grid")
             return None
@@ -136,7 +140,7 @@ class UNetBlock:
 
     def _merge_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block on merged tokens; its change is unmerged and added."""
-        plan = self._plan_for(x, kwargs)
+        plan = self._plan_for(x, args, kwargs)
         if plan is None:
             return self._forward(x, *args, **kwargs)
         merged = plan.merge(x)
@@ -144,7 +148,7 @@ class UNetBlock:
 
     def _with_plan(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block on whole tokens, with a plan for its modules."""
-        self._plan = self._plan_for(x, kwargs)
+        self._plan = self._plan_for(x, args, kwargs)
         try:
             return self._forward(x, *args, **kwargs)
         finally:
