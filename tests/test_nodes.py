@@ -121,7 +121,8 @@ def test_leaves_import_only_the_config_and_hosts_never_one_another():
         "config": set(),
         "regions": {".config"},
         "selection": {".config"},
-        "merge": {".config", ".regions"},
+        "plan": {".regions"},
+        "merge": {".config", ".plan", ".regions"},
         "schedule": {".config"},
     }
     for leaf, names in allowed.items():

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import MergeConfig
-from .merge import MergePlan, assign
+from .merge import LinearPlan, assign
+from .plan import MergePlan
 from .regions import RegionLayout
 from .selection import facility_location, similarity, unit_rows
 
 
-def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePlan:
+def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> LinearPlan:
     """Choose destinations for every sample of ``x`` and weigh the merge towards them.
 
     Args:
@@ -24,6 +25,11 @@ def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePla
 
 
 def reweigh(plan: MergePlan, x: Tensor, config: MergeConfig) -> MergePlan:
-    """The same destinations with weights from the features of now (ToMA section 3.3)."""
+    """The same destinations with weights from the features of now (ToMA section 3.3).
+
+    A plan without weights is returned as it is.
+    """
+    if not isinstance(plan, LinearPlan):
+        return plan
     units = unit_rows(plan.layout.split(x))
     return assign(units, plan.layout, plan.destinations, config.temperature, x.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import MergeConfig
-from .merge import MergePlan, join_plans
+from .plan import MergePlan, join_plans
 from .planning import build_plan, reweigh
 from .regions import Grid, RegionLayout, build_layout
 from .schedule import Action, Epoch
