@@ -123,6 +123,8 @@ def test_leaves_import_only_the_config_and_hosts_never_one_another():
         "selection": {".config"},
         "plan": {".regions"},
         "merge": {".config", ".plan", ".regions"},
+        "cells": {".config", ".regions"},
+        "groups": {".cells", ".plan", ".regions"},
         "schedule": {".config"},
     }
     for leaf, names in allowed.items():
