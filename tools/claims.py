@@ -21,6 +21,8 @@ MODEL = FOLDER / "mini" / "mini-flux-emoji31.safetensors"
 PICTURE = "cat face"
 CFG = 2.0
 STEPS = 50
+LATENT_SIDE = 32  # at its finest, attention of both models has a token for every 2x2 of it
+TOKENS = (LATENT_SIDE // 2) ** 2
 SEED = 3
 
 
@@ -50,13 +52,10 @@ class Subject:
 
 def main(argv: list[str]) -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python tools claims", description=__doc__)
-    parser.add_argument("--threshold", type=float, default=0.7, help="cosine (default 0.7)")
-    parser.add_argument("--model", type=Path, default=MODEL, help="the mini model's file")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     load()
     subjects = [mini_flux(options.model), tiny_unet()]
-    print(f"CA-ToMe, threshold {options.threshold}, {STEPS} steps.\n")
+    print(f"CA-ToMe, threshold {options.threshold}, {STEPS} steps, {TOKENS} tokens in a block.\n")
     print("| model | blocks | CA-ToMe matches at | ToMe matches at |\n|---|---|---|---|")
     tables = []
     for subject in subjects:
@@ -70,6 +69,14 @@ def main(argv: list[str]) -> int:
         cells = "".join(f" {row.likeness:.3f} | {row.merged:.0f} |" for row in rows)
         print(f"| {rows[0].step} |{cells}")
     return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="python tools claims", description=__doc__)
+    parser.add_argument("--threshold", type=float, default=0.7, help="cosine (default 0.7)")
+    parser.add_argument("--model", type=Path, default=MODEL, help="the mini model's file")
+    return parser.parse_args(argv)
 
 
 def load() -> None:
@@ -106,7 +113,9 @@ def mini_flux(file: Path) -> Subject:
         return [[context[None], {"pooled_output": pooled[None]}]]
 
     def sample(model: Any, callback: Callable) -> None:
-        noise = torch.randn(1, 16, 32, 32, generator=torch.Generator().manual_seed(SEED))
+        noise = torch.randn(
+            1, 16, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(SEED)
+        )
         comfy.sample.sample(
             model, noise, STEPS, CFG, "euler", "simple", prompt(PICTURE), prompt(""),
             torch.zeros_like(noise), disable_pbar=True, seed=SEED, callback=callback,
@@ -124,7 +133,7 @@ def tiny_unet() -> Subject:
     import tiny
     import torch
 
-    picture = torch.zeros(1, 4, 32, 32)
+    picture = torch.zeros(1, 4, LATENT_SIDE, LATENT_SIDE)
     picture[:, :, :16] = 1.5
     picture[:, :2, :, :12] = -1.0
     generator = torch.Generator().manual_seed(SEED)
@@ -135,7 +144,7 @@ def tiny_unet() -> Subject:
         return picture.to(call["input"]).expand_as(call["input"])
 
     def sample(model: Any, callback: Callable) -> None:
-        tiny.sample(model, 32, 32, steps=STEPS, cfg=CFG, callback=callback)
+        tiny.sample(model, LATENT_SIDE, LATENT_SIDE, steps=STEPS, cfg=CFG, callback=callback)
 
     model = tiny.sdxl()
     model.set_model_unet_function_wrapper(knowing)
