@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .token_merge import TokenMergePatchModel
 from .toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
 
-NODES: list[type[io.ComfyNode]] = [ToMAPatchModel, ToMAPatchSDXL, ToMAPatchFlux]
+NODES: list[type[io.ComfyNode]] = [
+    ToMAPatchModel,
+    ToMAPatchSDXL,
+    ToMAPatchFlux,
+    TokenMergePatchModel,
+]
 
 
 class ToMAExtension(ComfyExtension):

@@ -47,7 +47,7 @@ class UnsupportedModelError(ValueError):
 def attach(
     model: ModelPatcher,
     config: MergeConfig,
-    blocks: Blocks | None = None,
+    blocks: Blocks | tuple[Blocks, ...] | None = None,
     node_id: str | None = None,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens when it samples.
@@ -58,8 +58,8 @@ def attach(
     Args:
         model: the MODEL; it stays as it is.
         config: settings of the merge; ratio 0 leaves the clone exactly stock.
-        blocks: which blocks merge, of the kind of model that is expected; None takes either kind
-            whole.
+        blocks: which blocks merge, of the kind of model that is expected, or of each kind; None
+            takes either kind whole.
         node_id: node that shows what happened.
 
     Raises:
@@ -67,18 +67,20 @@ def attach(
             that ``blocks`` expects.
     """
     whole = _supported(model)
-    if blocks is not None and type(blocks) is not type(whole):
-        wanted, other = ("SDXL", "Flux") if isinstance(blocks, UNetBlocks) else ("Flux", "SDXL")
+    choices = blocks if isinstance(blocks, tuple) else (blocks or whole,)
+    chosen = [choice for choice in choices if type(choice) is type(whole)]
+    if not chosen:
+        wanted, other = ("SDXL", "Flux") if type(whole) is FluxBlocks else ("Flux", "SDXL")
         raise UnsupportedModelError(
             f"this node merges {wanted} models, but the model is {_name(model)}. "
             f'Use "ToMA for {other}" or the plain "ToMA" node instead.'
         )
     patched = model.clone()
     if config.is_identity:
-        show_text(node_id, "Inactive: ratio is 0.")
+        show_text(node_id, f"Inactive: {config.off_setting}.")
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
-    options[KEY] = (*options.get(KEY, ()), Settings(config, blocks or whole, node_id))
+    options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id))
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return patched
@@ -134,13 +136,15 @@ def _run(
         end_sigma=float(to_sigma(config.end_percent)) if config.end_percent < 1 else float("-inf"),
         reuse_interval=config.reuse_interval,
         weight_interval=config.weight_interval,
+        selection_steps=config.selection_steps,
     )
     make_host: Callable[[nn.Module, Run], Any] = functools.partial(
         UNetHost if isinstance(settings.blocks, UNetBlocks) else FluxHost, chosen=settings.blocks
     )
     rows, columns = size
     subject = f"{_name(model)} {columns * LATENT_PIXELS}x{rows * LATENT_PIXELS}"
-    return Run(config, schedule, make_host, Report(subject, settings.node_id))
+    report = Report(subject, settings.node_id, config.method.value)
+    return Run(config, schedule, make_host, report)
 
 
 def _supported(model: ModelPatcher) -> Blocks:

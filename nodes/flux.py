@@ -19,7 +19,7 @@ from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
 from ..toma_core.config import Scope
-from ..toma_core.merge import MergePlan
+from ..toma_core.plan import MergePlan, Place
 from ..toma_core.regions import Grid
 from .options import Call
 from .overrides import Override
@@ -53,16 +53,19 @@ class FluxHost:
         self._sequence = Sequence()
         double = _chosen(model.double_blocks, chosen.skip_first_double, chosen.skip_last_double)
         single = _chosen(model.single_blocks, chosen.skip_first_single, chosen.skip_last_single)
+        doubles = len(model.double_blocks)
+        blocks_per_site = BLOCKS_PER_SITE if run.config.blocks_share_patterns else 1
         self.sites: list[Site] = []
         self._blocks: list[FluxBlock] = []
-        for kind, blocks in ((DoubleBlock, double), (SingleBlock, single)):
-            for start in range(0, len(blocks), BLOCKS_PER_SITE):
-                site = Site(run)
+        for kind, blocks, first in ((DoubleBlock, double, 0), (SingleBlock, single, doubles)):
+            for start in range(0, len(blocks), blocks_per_site):
+                place = Place(first + blocks[start][0], doubles + len(model.single_blocks))
+                site = Site(run, place)
                 follow = Followers()
                 self.sites.append(site)
                 self._blocks += [
                     kind(block, number, site, run, self._sequence, follow)
-                    for number, block in blocks[start : start + BLOCKS_PER_SITE]
+                    for number, block in blocks[start : start + blocks_per_site]
                 ]
 
     def overrides(self, call: Call) -> list[Override]:
@@ -108,11 +111,16 @@ class Followers:
         """``(batch or 1, 1, tokens, ...)`` -> ``(batch, 1, tokens left, ...)``."""
         return None if pe is None else self._follow("rotary", plan, pe, prefix, (2,))
 
-    def mask(self, plan: MergePlan, mask: Tensor | None, prefix: int) -> Tensor | None:
-        """``(..., queries or 1, keys)`` -> the same of the tokens left, per sample."""
+    def mask(
+        self, plan: MergePlan, mask: Tensor | None, prefix: int, keys: bool = True
+    ) -> Tensor | None:
+        """``(..., queries or 1, keys)`` -> the same of the tokens left, per sample.
+
+        Keys stay whole without ``keys``.
+        """
         if mask is None:
             return None
-        axes = (-1,) if mask.shape[-2] == 1 else (-2, -1)
+        axes = ((-2,) if mask.shape[-2] > 1 else ()) + ((-1,) if keys else ())
         return self._follow("mask", plan, mask, prefix, axes)
 
     def _follow(
@@ -280,7 +288,7 @@ class FluxBlock:
         if "img_slice" in options:
             options["img_slice"] = [text, text + plan.merged]
         if "reference_image_num_tokens" in options:
-            options["reference_image_num_tokens"] = list(plan.layout.merged_per_grid[1:])
+            options["reference_image_num_tokens"] = list(plan.merged_per_grid[1:])
         return {
             **arguments,
             "pe": self._follow.rotary(plan, arguments.get("pe"), text),
@@ -324,11 +332,12 @@ class FluxBlock:
             if args or q.shape[2] != total or not kwargs.get("skip_reshape"):
                 return run(q, k, v, heads, *args, **kwargs)
             # Keys that another node added to are no picture of ours: only queries merge.
-            if k.shape[2] == total:
+            merge_keys = k.shape[2] == total and not self._run.config.merge_queries_only
+            mask = self._follow.mask(plan, kwargs.get("mask"), text, merge_keys)
+            if merge_keys:
                 k, v = _merge_heads(plan, k, text), _merge_heads(plan, v, text)
-                kwargs["mask"] = self._follow.mask(plan, kwargs.get("mask"), text)
-            elif kwargs.get("mask") is not None:
-                return run(q, k, v, heads, **kwargs)
+                mask = plan.hide_padding(mask, q.dtype, text)
+            kwargs["mask"] = mask
             return plan.unmerge(run(_merge_heads(plan, q, text), k, v, heads, **kwargs), text)
 
         options["optimized_attention_override"] = attention
@@ -387,7 +396,7 @@ def merged_ranges(plan: MergePlan, ranges: list, lead: int) -> list | None:
     """
     edges = {0: 0, lead: lead}
     whole, merged = lead, lead
-    for (rows, columns), left in zip(plan.layout.grids, plan.layout.merged_per_grid, strict=True):
+    for (rows, columns), left in zip(plan.grids, plan.merged_per_grid, strict=True):
         whole += rows * columns
         merged += left
         edges[whole] = merged

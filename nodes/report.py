@@ -18,17 +18,23 @@ class Report:
     Args:
         subject: model and picture size, for people.
         node_id: node that shows the text, None for none.
+        method: name of the method, for people.
     """
 
-    def __init__(self, subject: str, node_id: str | None = None) -> None:
+    def __init__(self, subject: str, node_id: str | None = None, method: str = "ToMA") -> None:
         self._subject = subject
         self._node_id = node_id
-        self._merged: dict[str, tuple[int, int]] = {}
+        self._method = method
+        self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def merged(self, block: str, before: int, after: int) -> None:
-        self._merged[block] = (before, after)
+        """Note that a block worked on ``after`` tokens instead of ``before``."""
+        known = self._merged.get(block)
+        same = known is not None and known[0] == before
+        least, most = known[1:] if same else (after, after)
+        self._merged[block] = (before, min(least, after), max(most, after))
 
     def aside(self, reason: str, block: str = "") -> None:
         """Note that a block (or all, without a name) worked unmerged, wholly or in part."""
@@ -40,8 +46,8 @@ class Report:
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Tokens before and after, by block, of the blocks that merged."""
-        return dict(self._merged)
+        """Tokens before and after (the fewest of the run), by block that merged."""
+        return {block: (before, least) for block, (before, least, _) in self._merged.items()}
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -52,10 +58,13 @@ class Report:
         if not self._merged:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
             return f"Inactive on {self._subject}: {reason}."
-        parts = [
-            f"{before} -> {after} tokens in {blocks} block{'s' if blocks > 1 else ''}"
-            for (before, after), blocks in Counter(self._merged.values()).most_common()
-        ]
+        parts = []
+        counts = Counter(before for before, _, _ in self._merged.values())
+        for size, blocks in counts.most_common():
+            spans = [span for before, *span in self._merged.values() if before == size]
+            least, most = min(span[0] for span in spans), max(span[1] for span in spans)
+            after = f"{least}" if least == most else f"{least} to {most}"
+            parts.append(f"{size} -> {after} tokens in {blocks} block{'s' if blocks > 1 else ''}")
         if self._seconds[True]:
             parts.append(f"{statistics.median(self._seconds[True]):.2f} s/step")
             if self._seconds[False]:
@@ -70,13 +79,13 @@ class Report:
         """Put the summary on the node and in the log; there also, once per reason, what stayed."""
         self.show()
         if not self._merged:
-            _logger.warning("ToMA: %s", self.summary())
+            _logger.warning("%s: %s", self._method, self.summary())
             return
-        _logger.info("ToMA: %s", self.summary())
+        _logger.info("%s: %s", self._method, self.summary())
         for reason, blocks in self._aside.items():
             names = sorted(filter(None, blocks))
             where = f" ({len(names)} blocks: {names[0]} to {names[-1]})" if names else ""
-            _logger.warning("ToMA: %s%s.", reason, where)
+            _logger.warning("%s: %s%s.", self._method, reason, where)
 
 
 def show_text(node_id: str | None, text: str) -> None:

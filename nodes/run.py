@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..toma_core.config import MergeConfig
-from ..toma_core.merge import MergePlan
+from ..toma_core.plan import MergePlan, Place
 from ..toma_core.regions import Grid
 from ..toma_core.schedule import Epoch, Schedule
 from ..toma_core.session import Session
@@ -32,10 +32,16 @@ HostFactory = Callable[[nn.Module, "Run"], Host]
 
 
 class Site:
-    """Blocks that share a pattern; the first block of a call that needs a new one makes it."""
+    """Blocks that share a pattern; the first block of a call that needs a new one makes it.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        run: that the patterns belong to.
+        place: of these blocks in the model.
+    """
+
+    def __init__(self, run: Run, place: Place) -> None:
         self._run = run
+        self._place = place
         self._conditions: tuple[Hashable, ...] = ()
         self._epoch: Epoch | None = None
         self._plan: MergePlan | None = None
@@ -43,20 +49,24 @@ class Site:
     def begin(self, conditions: tuple[Hashable, ...], epoch: Epoch) -> None:
         """Take up the plan that still stands for a call, if there is one."""
         self._conditions, self._epoch = conditions, epoch
-        self._plan = self._run.session.held(self, conditions, epoch)
+        self._plan = self._run.session.held(self._place, conditions, epoch)
 
     def plan(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
         """The plan for tokens ``x`` ``(batch, tokens, channels)`` of ``grids``.
 
-        None where ``block`` must stay whole: too few tokens, or a sequence that is not these
-        grids; the report says which.
+        None where ``block`` must stay whole: too few tokens, none alike enough, or a sequence that
+        is not these grids; the report says which.
         """
         plan = self._plan
-        if plan is None or plan.layout.grids != grids or not plan.fits(x):
+        if plan is None or plan.grids != grids or not plan.fits(x):
             plan = self._make(x, grids, block)
             self._plan = plan
-        if plan is not None:
-            self._run.report.merged(block, plan.tokens, plan.merged)
+        if plan is None:
+            return None
+        if plan.is_identity:
+            self._run.report.aside("no two tokens were alike enough", block)
+            return None
+        self._run.report.merged(block, plan.tokens, plan.merged)
         return plan
 
     def _make(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
@@ -68,7 +78,7 @@ class Site:
         if layout.is_identity:
             run.report.aside("too few tokens to merge", block)
             return None
-        return run.session.plan(self, self._conditions, epoch, layout, x)
+        return run.session.plan(self._place, self._conditions, epoch, layout, x)
 
 
 class Run:

@@ -93,6 +93,13 @@ def _advanced_inputs() -> list[Any]:
             tooltip="For how many sampling steps the weights of a merge are kept before they are "
             "computed anew, between two choices of tokens.",
         ),
+        *range_inputs(),
+    ]
+
+
+def range_inputs() -> list[Any]:
+    """The part of the sampling range in which a node merges."""
+    return [
         make_input(
             io.Float.Input,
             "start_percent",
@@ -130,7 +137,7 @@ def _schema(node_id: str, name: str, description: str, models: str, extra: list[
     )
 
 
-def _node_id(node: type[io.ComfyNode]) -> str | None:
+def node_id_of(node: type[io.ComfyNode]) -> str | None:
     """Id of the node in the graph that runs, None outside of a graph."""
     return getattr(getattr(node, "hidden", None), "unique_id", None)
 
@@ -151,7 +158,7 @@ class ToMAPatchModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(attach(model, MergeConfig(**values), node_id=_node_id(cls)))
+        return io.NodeOutput(attach(model, MergeConfig(**values), node_id=node_id_of(cls)))
 
 
 class ToMAPatchSDXL(io.ComfyNode):
@@ -200,7 +207,7 @@ class ToMAPatchSDXL(io.ComfyNode):
         **values: Any,
     ) -> io.NodeOutput:
         blocks = UNetBlocks(int(max_downsample), input_blocks, middle_block, output_blocks)
-        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, _node_id(cls)))
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, node_id_of(cls)))
 
 
 class ToMAPatchFlux(io.ComfyNode):
@@ -244,4 +251,4 @@ class ToMAPatchFlux(io.ComfyNode):
         blocks = FluxBlocks(
             skip_first_double, skip_last_double, skip_first_single, skip_last_single
         )
-        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, _node_id(cls)))
+        return io.NodeOutput(attach(model, MergeConfig(**values), blocks, node_id_of(cls)))

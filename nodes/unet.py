@@ -6,7 +6,7 @@ Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
 from torch import Tensor, nn
 
 from ..toma_core.config import Scope
-from ..toma_core.merge import MergePlan
+from ..toma_core.plan import MergePlan, Place
 from .options import Call
 from .overrides import Override
 from .run import Run, Site
@@ -44,6 +44,15 @@ class UNetBlocks:
     middle_block: bool = True
     output_blocks: bool = True
 
+    def include(self, stage: str, downsample: int) -> bool:
+        """True for blocks of a stage (input, middle, output) at a resolution."""
+        chosen = {
+            "input": self.input_blocks,
+            "middle": self.middle_block,
+            "output": self.output_blocks,
+        }
+        return chosen[stage] and downsample <= self.max_downsample
+
 
 def is_image_unet(model: nn.Module) -> bool:
     """True for a UNet whose tokens are those of one picture (no video, no audio)."""
@@ -66,13 +75,18 @@ class UNetHost:
     def __init__(self, model: UNetModel, run: Run, chosen: UNetBlocks) -> None:
         self.sites: list[Site] = []
         self._blocks: list[UNetBlock] = []
-        for stage, number, transformer in _transformers(model, chosen):
-            site = Site(run)
-            self.sites.append(site)
-            self._blocks += [
-                UNetBlock(block, (stage, number, depth), site, run)
-                for depth, block in enumerate(transformer.transformer_blocks)
-            ]
+        found = list(_transformers(model))
+        blocks = sum(len(transformer.transformer_blocks) for *_, transformer in found)
+        first = 0
+        for stage, number, downsample, transformer in found:
+            for depth, block in enumerate(transformer.transformer_blocks):
+                if not chosen.include(stage, downsample):
+                    continue
+                if depth == 0 or not run.config.blocks_share_patterns:
+                    self.sites.append(Site(run, Place(first + depth, blocks)))
+                place = (stage, number, depth)
+                self._blocks.append(UNetBlock(block, place, self.sites[-1], run))
+            first += len(transformer.transformer_blocks)
 
     def overrides(self, call: Call) -> list[Override]:
         return [override for block in self._blocks for override in block.overrides(call)]
@@ -164,10 +178,14 @@ class UNetBlock:
                 return forward(x, context=context, value=value, **kwargs)
             merged = plan.merge(x)
             if attends_itself:
+                context = x if context is None else context
+            if attends_itself and not self._run.config.merge_queries_only and plan.fits(context):
                 # Keys and values of the picture itself merge with the queries; whatever another
                 # node put in their place stays whole.
-                context = merged if context is x else _merge_if_fits(plan, context)
+                context = merged if context is x else plan.merge(context)
                 value = merged if value is x else _merge_if_fits(plan, value)
+                mask = plan.hide_padding(None, merged.dtype)
+                kwargs = kwargs if mask is None else {**kwargs, "mask": mask}
             return plan.unmerge(forward(merged, context=context, value=value, **kwargs))
 
         return attention
@@ -188,30 +206,26 @@ def _merge_if_fits(plan: MergePlan, x: Tensor | None) -> Tensor | None:
     return plan.merge(x) if x is not None and plan.fits(x) else x
 
 
-def _transformers(
-    model: UNetModel, chosen: UNetBlocks
-) -> list[tuple[str, int, SpatialTransformer]]:
-    """Stage, number and module of every chosen spatial transformer."""
-    found = []
+def _transformers(model: UNetModel) -> Iterator[tuple[str, int, int, SpatialTransformer]]:
+    """Stage, number, downsampling and module of every spatial transformer, as the model runs."""
     downsample = 1
     downsamples = []
     for number, block in enumerate(model.input_blocks):
         if any(isinstance(module, Downsample) for module in block.modules()):
             downsample *= 2
         downsamples.append(downsample)
-        if chosen.input_blocks and downsample <= chosen.max_downsample:
-            found += _of_stage("input", number, block)
-    if chosen.middle_block and downsample <= chosen.max_downsample and model.middle_block:
-        found += _of_stage("middle", 0, model.middle_block)
+        yield from _of_stage("input", number, downsample, block)
+    if model.middle_block:
+        yield from _of_stage("middle", 0, downsample, model.middle_block)
     # Output block i takes the skip of input block -1-i, so it works at that one's resolution.
     stages = zip(model.output_blocks, reversed(downsamples), strict=True)
     for number, (block, downsample) in enumerate(stages):
-        if chosen.output_blocks and downsample <= chosen.max_downsample:
-            found += _of_stage("output", number, block)
-    return found
+        yield from _of_stage("output", number, downsample, block)
 
 
 def _of_stage(
-    stage: str, number: int, block: nn.Module
-) -> list[tuple[str, int, SpatialTransformer]]:
-    return [(stage, number, module) for module in block if isinstance(module, SpatialTransformer)]
+    stage: str, number: int, downsample: int, block: nn.Module
+) -> Iterator[tuple[str, int, int, SpatialTransformer]]:
+    for module in block:
+        if isinstance(module, SpatialTransformer):
+            yield stage, number, downsample, module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_toma.toma_core.config import MergeConfig
-from comfyui_toma.toma_core.merge import join_plans
+from comfyui_toma.toma_core.plan import join_plans
 from comfyui_toma.toma_core.planning import build_plan, reweigh
 from comfyui_toma.toma_core.regions import build_layout
 

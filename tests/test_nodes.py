@@ -39,6 +39,18 @@ INPUTS = {
         "skip_first_single",
         "skip_last_single",
     ],
+    "TokenMergePatchModel": [
+        "model",
+        "method",
+        "ratio",
+        "threshold",
+        "refresh_steps",
+        "max_downsample",
+        "seed",
+        "merge_queries_only",
+        "start_percent",
+        "end_percent",
+    ],
 }
 """Graphs are saved with these names: they never change and are only added to."""
 
@@ -70,14 +82,15 @@ def test_every_input_says_what_it_does(classes):
 
 
 def test_defaults_of_the_widgets_are_those_of_the_config(classes):
-    from comfyui_toma.toma_core.config import MergeConfig
+    from comfyui_toma.toma_core.config import Matching, MergeConfig
 
-    defaults = MergeConfig()
     for node in classes.values():
         for name, (_, options) in _inputs(node).items():
-            if hasattr(defaults, name):
-                value = getattr(defaults, name)
-                assert options["default"] == getattr(value, "value", value), name
+            for defaults in (Matching(), MergeConfig()):
+                if hasattr(defaults, name):
+                    value = getattr(defaults, name)
+                    assert options["default"] == getattr(value, "value", value), name
+                    break
 
 
 def test_executing_a_node_patches_a_clone(classes):
@@ -121,7 +134,10 @@ def test_leaves_import_only_the_config_and_hosts_never_one_another():
         "config": set(),
         "regions": {".config"},
         "selection": {".config"},
-        "merge": {".config", ".regions"},
+        "plan": {".regions"},
+        "merge": {".config", ".plan", ".regions"},
+        "cells": {".config", ".regions"},
+        "groups": {".cells", ".plan", ".regions"},
         "schedule": {".config"},
     }
     for leaf, names in allowed.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from comfyui_toma.toma_core.config import MergeConfig
+from comfyui_toma.toma_core.plan import Place
 from comfyui_toma.toma_core.regions import build_layout
 from comfyui_toma.toma_core.schedule import Action, Epoch, Schedule
 from comfyui_toma.toma_core.session import Session
@@ -69,28 +70,28 @@ def test_a_session_plans_each_condition_by_itself():
     config = MergeConfig(tile_size=4)
     layout = build_layout(((8, 8),), config)
     features = {key: torch.randn(2, 64, 6) for key in "ab"}
-    epoch = Epoch(0, 0)
+    epoch, site = Epoch(0, 0), Place()
     apart, joint = Session(config), Session(config)
-    alone = {key: apart.plan("site", (key,), epoch, layout, features[key]) for key in "ba"}
-    both = joint.plan("site", ("a", "b"), epoch, layout, torch.cat((features["a"], features["b"])))
+    alone = {key: apart.plan(site, (key,), epoch, layout, features[key]) for key in "ba"}
+    both = joint.plan(site, ("a", "b"), epoch, layout, torch.cat((features["a"], features["b"])))
     assert torch.equal(both.merge_weights[:2], alone["a"].merge_weights)
     assert torch.equal(both.merge_weights[2:], alone["b"].merge_weights)
     # Grouped anew within the epoch, the held plans serve again, whatever the features are now.
-    again = joint.plan("site", ("b",), epoch, layout, torch.randn(2, 64, 6))
+    again = joint.plan(site, ("b",), epoch, layout, torch.randn(2, 64, 6))
     assert torch.equal(again.merge_weights, alone["b"].merge_weights)
 
 
 def test_a_session_holds_plans_for_their_epoch_only():
     config = MergeConfig(tile_size=4)
     layout = build_layout(((8, 8),), config)
-    session = Session(config)
+    session, site = Session(config), Place()
     x = torch.randn(1, 64, 6)
-    plan = session.plan("site", ("a",), Epoch(0, 0), layout, x)
-    assert session.held("site", ("a",), Epoch(0, 0)) is plan
-    assert session.held("site", ("a",), Epoch(0, 1)) is None
+    plan = session.plan(site, ("a",), Epoch(0, 0), layout, x)
+    assert session.held(site, ("a",), Epoch(0, 0)) is plan
+    assert session.held(site, ("a",), Epoch(0, 1)) is None
     moved = torch.randn(1, 64, 6)
-    reweighed = session.plan("site", ("a",), Epoch(0, 1), layout, moved)
+    reweighed = session.plan(site, ("a",), Epoch(0, 1), layout, moved)
     assert torch.equal(reweighed.destinations, plan.destinations)
     assert not torch.equal(reweighed.merge_weights, plan.merge_weights)
-    selected = session.plan("site", ("a",), Epoch(1, 0), layout, moved)
+    selected = session.plan(site, ("a",), Epoch(1, 0), layout, moved)
     assert not torch.equal(selected.destinations, plan.destinations)

@@ -1,4 +1,4 @@
-"""Settings of a merge: one frozen object, every value checked, the only home of defaults."""
+"""Settings of a merge: frozen objects, every value checked, the only home of defaults."""
 
 from __future__ import annotations
 
@@ -23,9 +23,46 @@ class Scope(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
     ATTENTION = "attention"
 
 
+class Method(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
+    """How it is decided which tokens merge; the values are names for people."""
+
+    TOMA = "ToMA"
+    CA_TOME = "CA-ToMe"
+    TOME = "ToMe"
+    TOFU = "ToFu"
+
+
 MAX_RATIO = 0.9
+MAX_MATCHED_RATIO = 0.75
 MAX_TILE_SIZE = 64
 MAX_INTERVAL = 100
+LISTED_RUN = 50
+"""Sampling steps of the run that listed steps are numbered in."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How tokens are matched in pairs, by the methods that do so instead of ToMA.
+
+    Attributes:
+        method: CA-ToMe, ToMe or ToFu.
+        threshold: cosine from which CA-ToMe merges a pair, 0 to 1; 1 changes nothing.
+        seed: of the private generator that draws destinations.
+
+    Raises:
+        ValueError: a value is outside its range; the message names it and the remedy.
+    """
+
+    method: Method = Method.CA_TOME
+    threshold: float = 0.7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", _member(Method, "method", self.method))
+        if self.method is Method.TOMA:
+            raise ValueError("ToMA matches no pairs. Leave matching out to merge by ToMA.")
+        _check_range("threshold", self.threshold, 0.0, 1.0)
+        _check_range("seed", self.seed, 0, 2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -33,14 +70,20 @@ class MergeConfig:
     """How tokens merge.
 
     Attributes:
-        ratio: share of the image tokens that is merged away, 0 to 0.9; 0 changes nothing.
+        ratio: share of the image tokens that is merged away, 0 to 0.9; 0 changes nothing. ToMe
+            and ToFu keep a token of every four, so 0.75 is their limit; CA-ToMe goes by similarity
+            instead.
         tile_size: side of a square tile, in tokens.
         region: tiles, stripes of whole rows, or the whole grid.
         scope: the whole block at once, each module by itself, or self-attention alone.
         reuse_interval: sampling steps for which a choice of destinations is kept.
+        selection_steps: steps of a run of 50 at which destinations are chosen, scaled to the run;
+            empty for every ``reuse_interval`` steps.
         weight_interval: sampling steps for which merge weights are kept.
         start_percent, end_percent: part of the sampling range in which tokens merge, 0 to 1.
         temperature: tau of the assignment softmax; near 0 every token follows one destination.
+        merge_queries_only: in self-attention, keys and values stay whole.
+        matching: the method that matches tokens in pairs; None for ToMA.
 
     Raises:
         ValueError: a value is outside its range; the message names it and the remedy.
@@ -51,13 +94,18 @@ class MergeConfig:
     region: Region = Region.TILE
     scope: Scope = Scope.BLOCK
     reuse_interval: int = 5
+    selection_steps: tuple[int, ...] = ()
     weight_interval: int = 3
     start_percent: float = 0.0
     end_percent: float = 1.0
     temperature: float = 1e-3
+    merge_queries_only: bool = False
+    matching: Matching | None = None
 
     def __post_init__(self) -> None:
         _check_range("ratio", self.ratio, 0.0, MAX_RATIO)
+        for step in self.selection_steps:
+            _check_range("every one of selection_steps", step, 0, LISTED_RUN - 1)
         _check_range("tile_size", self.tile_size, 1, MAX_TILE_SIZE)
         _check_range("reuse_interval", self.reuse_interval, 1, MAX_INTERVAL)
         _check_range("weight_interval", self.weight_interval, 1, MAX_INTERVAL)
@@ -71,11 +119,39 @@ class MergeConfig:
             )
         object.__setattr__(self, "region", _member(Region, "region", self.region))
         object.__setattr__(self, "scope", _member(Scope, "scope", self.scope))
+        if self.scope is not Scope.ATTENTION and (self.matching or self.merge_queries_only):
+            what = self.method.value if self.matching else "merge_queries_only"
+            raise ValueError(
+                f"{what} works on self-attention alone, got scope {self.scope.value}. "
+                "Set scope to attention."
+            )
+        if self.matching and self.ratio > MAX_MATCHED_RATIO:
+            raise ValueError(
+                f"ratio must be at most {MAX_MATCHED_RATIO} with {self.method.value}, which always "
+                f"keeps one token of every four, got {self.ratio}. Lower ratio."
+            )
+
+    @property
+    def method(self) -> Method:
+        """How it is decided which tokens merge."""
+        return self.matching.method if self.matching else Method.TOMA
+
+    @property
+    def off_setting(self) -> str:
+        """The setting at which nothing is ever merged, in words; empty where tokens merge."""
+        if self.matching and self.method is Method.CA_TOME:
+            return "threshold is 1" if self.matching.threshold == 1 else ""
+        return "ratio is 0" if self.ratio == 0 else ""
 
     @property
     def is_identity(self) -> bool:
         """True when nothing is ever merged."""
-        return self.ratio == 0
+        return bool(self.off_setting)
+
+    @property
+    def blocks_share_patterns(self) -> bool:
+        """True where neighbouring blocks use one pattern; matched pairs belong to one block."""
+        return self.matching is None
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

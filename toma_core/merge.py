@@ -8,25 +8,25 @@ With A the ``(destinations, tokens)`` assignment whose columns sum to 1:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .regions import RegionLayout
+from .plan import MergePlan
+from .regions import Grid, RegionLayout
 
 
 @dataclass(frozen=True, eq=False)
-class MergePlan:
-    """One pattern of merging for a batch, ready to be applied many times.
+class LinearPlan(MergePlan):
+    """ToMA's pattern of merging: two small matrices per region.
 
     Attributes:
         layout: the regions that the maps work in.
         destinations: ``(batch, regions, kept)`` picked places within each region.
         merge_weights: ``(batch, regions, kept, size)`` A~ in the model's dtype.
         unmerge_weights: ``(batch, regions, size, kept)`` A transposed, in the model's dtype.
-
-    Sequences may carry a prefix (text tokens) that passes through whole.
     """
 
     layout: RegionLayout
@@ -39,31 +39,22 @@ class MergePlan:
         return self.destinations.shape[0]
 
     @property
-    def tokens(self) -> int:
-        return self.layout.tokens
+    def grids(self) -> tuple[Grid, ...]:
+        return self.layout.grids
 
     @property
-    def merged(self) -> int:
-        return self.layout.merged
+    def merged_per_grid(self) -> tuple[int, ...]:
+        return self.layout.merged_per_grid
 
-    def fits(self, x: Tensor, prefix: int = 0) -> bool:
-        """True when ``x`` is a batch of the sequences that this plan was made for."""
-        return x.shape[0] == self.batch and x.shape[1] == prefix + self.tokens
+    def merge_image(self, x: Tensor) -> Tensor:
+        regions = self.layout.split(x)
+        return self.layout.compact(self.merge_weights.to(x.dtype) @ regions)
 
-    def merge(self, x: Tensor, prefix: int = 0) -> Tensor:
-        """``(batch, prefix + tokens, channels)`` -> ``(batch, prefix + merged, channels)``."""
-        regions = self.layout.split(x[:, prefix:])
-        merged = self.layout.compact(self.merge_weights.to(x.dtype) @ regions)
-        return torch.cat((x[:, :prefix], merged), 1) if prefix else merged
-
-    def unmerge(self, y: Tensor, prefix: int = 0) -> Tensor:
-        """``(batch, prefix + merged, channels)`` -> ``(batch, prefix + tokens, channels)``."""
-        slots = self.layout.expand(y[:, prefix:])
-        whole = self.layout.join(self.unmerge_weights.to(y.dtype) @ slots)
-        return torch.cat((y[:, :prefix], whole), 1) if prefix else whole
+    def unmerge_image(self, y: Tensor) -> Tensor:
+        slots = self.layout.expand(y)
+        return self.layout.join(self.unmerge_weights.to(y.dtype) @ slots)
 
     def positions(self) -> Tensor:
-        """``(batch, merged)`` token of the sequence at which every merged token stands."""
         layout = self.layout
         first = torch.arange(layout.regions, device=layout.index.device) * layout.size
         places = (self.destinations + first[:, None]).flatten()
@@ -71,37 +62,24 @@ class MergePlan:
         return layout.compact(tokens.reshape(self.destinations.shape))
 
     def groups(self) -> Tensor:
-        """``(batch, tokens)`` merged token that every token follows most."""
         layout = self.layout
         first = torch.arange(layout.regions, device=layout.index.device) * layout.kept
         slots = self.unmerge_weights.argmax(-1, keepdim=True) + first[:, None, None]
         return layout.slot_of[layout.join(slots).squeeze(-1)]
 
-    def chunk(self, start: int, rows: int) -> MergePlan:
-        """The plan of ``rows`` samples from sample ``start`` on."""
-        return MergePlan(
+    def joined(self, others: Sequence[LinearPlan]) -> LinearPlan:
+        plans = (self, *others)
+        return LinearPlan(
             self.layout,
-            self.destinations.narrow(0, start, rows),
-            self.merge_weights.narrow(0, start, rows),
-            self.unmerge_weights.narrow(0, start, rows),
+            torch.cat([plan.destinations for plan in plans]),
+            torch.cat([plan.merge_weights for plan in plans]),
+            torch.cat([plan.unmerge_weights for plan in plans]),
         )
-
-
-def join_plans(plans: list[MergePlan]) -> MergePlan:
-    """One plan for the samples of several plans of the same layout, in order."""
-    if len(plans) == 1:
-        return plans[0]
-    return MergePlan(
-        plans[0].layout,
-        torch.cat([plan.destinations for plan in plans]),
-        torch.cat([plan.merge_weights for plan in plans]),
-        torch.cat([plan.unmerge_weights for plan in plans]),
-    )
 
 
 def assign(
     x: Tensor, layout: RegionLayout, destinations: Tensor, temperature: float, dtype: torch.dtype
-) -> MergePlan:
+) -> LinearPlan:
     """Weights of a merge towards given destinations.
 
     ``A = softmax over destinations of S_dst,all / tau``, computed in fp32 and rounded once.
@@ -125,6 +103,6 @@ def assign(
     size = assignment.sum(-1, keepdim=True)
     # Only an unused slot has an empty group: it stays zero instead of 0 / 0.
     merge = assignment / size.masked_fill(size == 0, 1.0)
-    return MergePlan(
+    return LinearPlan(
         layout, destinations, merge.to(dtype), assignment.transpose(-1, -2).contiguous().to(dtype)
     )

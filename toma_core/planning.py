@@ -1,32 +1,75 @@
-"""Where regions, selection and weights meet: tokens and a layout in, a merge plan out."""
+"""Where methods are listed: tokens and a layout in, a merge plan out."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import MergeConfig
-from .merge import MergePlan, assign
-from .regions import RegionLayout
+from .cells import CellLayout, build_cells
+from .config import MergeConfig, Method
+from .matching import ca_tome, tofu, tome
+from .merge import LinearPlan, assign
+from .plan import MergePlan, Moment, Place
+from .regions import Grid, RegionLayout, build_layout
 from .selection import facility_location, similarity, unit_rows
 
+Layout = RegionLayout | CellLayout
 
-@torch.no_grad()
-def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePlan:
-    """Choose destinations for every sample of ``x`` and weigh the merge towards them.
 
-    Args:
-        x: ``(batch, tokens, channels)`` features that tell which tokens are alike.
-        layout: the regions of the sequence.
-        config: temperature of the assignment.
-    """
+def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> LinearPlan:
+    """ToMA (2509.10918): facility location in regions, then weights towards the chosen tokens."""
     units = unit_rows(layout.split(x))
     destinations = facility_location(similarity(units), layout.kept, layout.valid)
     return assign(units, layout, destinations, config.temperature, x.dtype)
 
 
+class _Way(NamedTuple):
+    """A method: how it cuts grids, and its function from tokens and that layout to a plan."""
+
+    lay_out: Callable[[tuple[Grid, ...], MergeConfig, torch.device | str], Any]
+    plan: Callable[[Tensor, Any, MergeConfig, Moment], MergePlan]
+
+
+_WAYS = {
+    Method.TOMA: _Way(build_layout, toma),
+    Method.CA_TOME: _Way(build_cells, ca_tome),
+    Method.TOME: _Way(build_cells, tome),
+    Method.TOFU: _Way(build_cells, tofu),
+}
+
+
+def lay_out(
+    grids: tuple[Grid, ...], config: MergeConfig, device: torch.device | str = "cpu"
+) -> Layout:
+    """The grids of a sequence, cut as the method of ``config`` wants them."""
+    return _WAYS[config.method].lay_out(grids, config, device)
+
+
+@torch.no_grad()
+def build_plan(
+    x: Tensor, layout: Layout, config: MergeConfig, moment: Moment | None = None
+) -> MergePlan:
+    """Decide for every sample of ``x`` which tokens merge.
+
+    Args:
+        x: ``(batch, tokens, channels)`` features that tell which tokens are alike.
+        layout: of the sequence, from ``lay_out`` with the same settings.
+        config: the method and its settings.
+        moment: where in the model and when in the run; None for a first and only plan.
+    """
+    return _WAYS[config.method].plan(x, layout, config, moment or Moment(Place(), 0))
+
+
 @torch.no_grad()
 def reweigh(plan: MergePlan, x: Tensor, config: MergeConfig) -> MergePlan:
-    """The same destinations with weights from the features of now (ToMA section 3.3)."""
+    """The same destinations with weights from the features of now (ToMA section 3.3).
+
+    A plan without weights is returned as it is.
+    """
+    if not isinstance(plan, LinearPlan):
+        return plan
     units = unit_rows(plan.layout.split(x))
     return assign(units, plan.layout, plan.destinations, config.temperature, x.dtype)

@@ -6,8 +6,38 @@ nothing here counts calls: a step is the place of the current sigma in the run's
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
+
+from .config import LISTED_RUN
+
+BEST_STEPS = "0,8,11,13,20,25,30,35,45-49"
+"""The best list of CA-ToMe's Table II (2501.00946)."""
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """Steps of a run of 50 from a list such as "0,8,45-49", or from "every 5".
+
+    Raises:
+        ValueError: the text is no such list; the message shows the accepted form.
+    """
+    every = re.fullmatch(r"\s*every\s+(\d+)\s*", text, re.IGNORECASE)
+    if every and 1 <= int(every[1]) < LISTED_RUN:
+        return tuple(range(0, LISTED_RUN, int(every[1])))
+    steps: set[int] = set()
+    for item in text.split(","):
+        numbers = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
+        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (1, 0)
+        if not first <= last < LISTED_RUN:
+            raise ValueError(
+                f'refresh_steps must be steps from 0 to {LISTED_RUN - 1} such as "{BEST_STEPS}", '
+                f'or "every 5", got "{text}": "{item.strip()}" is neither a step nor a rising '
+                "range of them."
+            )
+        steps.update(range(first, last + 1))
+    return tuple(sorted(steps))
 
 
 class Action(Enum):
@@ -40,6 +70,9 @@ class Schedule:
             then each new sigma counts as a step.
         start_sigma, end_sigma: tokens merge where ``end_sigma < sigma <= start_sigma``.
         reuse_interval, weight_interval: steps per choice of destinations and of weights.
+        selection_steps: steps of a run of 50 at which destinations are chosen, instead of by
+            interval; scaled to the run where it has known sigmas. The first step that merges
+            chooses in any case.
     """
 
     def __init__(
@@ -49,6 +82,7 @@ class Schedule:
         end_sigma: float,
         reuse_interval: int,
         weight_interval: int,
+        selection_steps: tuple[int, ...] = (),
     ) -> None:
         # The last sigma is where sampling ends: no step starts there.
         self._sigmas = sigmas[:-1]
@@ -57,6 +91,8 @@ class Schedule:
         self._end_sigma = end_sigma
         self._reuse_interval = reuse_interval
         self._weight_interval = weight_interval
+        steps = len(self._sigmas) or LISTED_RUN
+        self._selection_steps = sorted({step * steps // LISTED_RUN for step in selection_steps})
         active = [step for step, sigma in enumerate(self._sigmas) if self.is_active(sigma)]
         self._first = active[0] if active else 0
 
@@ -76,6 +112,9 @@ class Schedule:
         """The epoch of ``sigma``, or None where tokens do not merge."""
         if not self.is_active(sigma):
             return None
-        age = max(0, self.step(sigma) - self._first)
+        step = self.step(sigma)
+        if self._selection_steps:
+            return Epoch(bisect_right(self._selection_steps, step), 0)
+        age = max(0, step - self._first)
         selection, within = divmod(age, self._reuse_interval)
         return Epoch(selection, within // self._weight_interval)

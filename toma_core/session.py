@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .config import MergeConfig
-from .merge import MergePlan, join_plans
-from .planning import build_plan, reweigh
-from .regions import Grid, RegionLayout, build_layout
+from .plan import MergePlan, Moment, Place, join_plans
+from .planning import Layout, build_plan, lay_out, reweigh
+from .regions import Grid
 from .schedule import Action, Epoch
 
 
@@ -22,7 +22,7 @@ class _Held:
 
 
 class Session:
-    """Keeps a plan per condition and site, and the layouts they stand on.
+    """Keeps a plan per condition and place, and the layouts they stand on.
 
     Plans are made condition by condition, so that the grouping of conditions into model calls,
     which ComfyUI changes with free memory, never changes an image.
@@ -33,41 +33,41 @@ class Session:
 
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
-        self._layouts: dict[tuple[tuple[Grid, ...], torch.device], RegionLayout] = {}
+        self._layouts: dict[tuple[tuple[Grid, ...], torch.device], Layout] = {}
         self._parts: dict[Hashable, _Held] = {}
         self._joined: dict[Hashable, _Held] = {}
 
-    def layout(self, grids: tuple[Grid, ...], device: torch.device) -> RegionLayout:
-        """The regions of a sequence of grids, made once per run and device."""
+    def layout(self, grids: tuple[Grid, ...], device: torch.device) -> Layout:
+        """The layout of a sequence of grids, made once per run and device."""
         key = (grids, device)
         layout = self._layouts.get(key)
         if layout is None:
             # setdefault: where two devices' threads meet here, both get the same layout.
-            layout = self._layouts.setdefault(key, build_layout(grids, self.config, device))
+            layout = self._layouts.setdefault(key, lay_out(grids, self.config, device))
         return layout
 
     def held(
-        self, site: Hashable, conditions: tuple[Hashable, ...], epoch: Epoch
+        self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch
     ) -> MergePlan | None:
-        """The plan last made for these conditions at a site, if it still stands in ``epoch``."""
-        held = self._joined.get((site, conditions))
+        """The plan last made for these conditions at a place, if it still stands in ``epoch``."""
+        held = self._joined.get((place, conditions))
         return held.plan if held is not None and held.epoch == epoch else None
 
     def plan(
         self,
-        site: Hashable,
+        place: Place,
         conditions: tuple[Hashable, ...],
         epoch: Epoch,
-        layout: RegionLayout,
+        layout: Layout,
         x: Tensor,
     ) -> MergePlan:
-        """The plan of a site, renewed from ``x`` where what is held is too old.
+        """The plan of a place, renewed from ``x`` where what is held is too old.
 
         Args:
-            site: blocks that share a pattern.
+            place: blocks that share a pattern.
             conditions: one key per equal share of the batch, in order.
             epoch: of the current step.
-            layout: regions of ``x``.
+            layout: of ``x``.
             x: ``(batch, tokens, channels)`` block input.
 
         Raises:
@@ -80,18 +80,21 @@ class Session:
                 "conditions. Pass one key per equal share of the batch."
             )
         parts = [
-            self._part((site, condition, layout, rows, x.dtype), epoch, layout, part)
+            self._part(place, (condition, rows, x.dtype), epoch, layout, part)
             for condition, part in zip(conditions, x.split(rows), strict=True)
         ]
         plan = join_plans(parts)
-        self._joined[(site, conditions)] = _Held(plan, epoch)
+        self._joined[(place, conditions)] = _Held(plan, epoch)
         return plan
 
-    def _part(self, key: Hashable, epoch: Epoch, layout: RegionLayout, x: Tensor) -> MergePlan:
+    def _part(
+        self, place: Place, share: Hashable, epoch: Epoch, layout: Layout, x: Tensor
+    ) -> MergePlan:
+        key = (place, share, layout)
         held = self._parts.get(key)
         action = epoch.action(held.epoch if held else None)
         if held is None or action is Action.SELECT:
-            held = _Held(build_plan(x, layout, self.config), epoch)
+            held = _Held(build_plan(x, layout, self.config, Moment(place, epoch.selection)), epoch)
         elif action is Action.REWEIGHT:
             held = _Held(reweigh(held.plan, x, self.config), epoch)
         self._parts[key] = held

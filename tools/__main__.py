@@ -37,7 +37,9 @@ COMMANDS = {
     "demo": Command("paint with and without ToMA in a real ComfyUI, and measure", "demo",
                     parses=True),
     "test": Command("run the tests (--full: the long ones too); options of pytest work", "testing",
-                    ("pytest", "hypothesis", "tomesd")),
+                    ("pytest", "hypothesis", "tomesd", "ca_tome")),
+    "claims": Command("count what CA-ToMe claims: few matchings, more merged as tokens grow alike",
+                      "claims", parses=True),
     "train-mini": Command("train a small Flux model like the demo's", "train_mini"),
 }  # fmt: skip
 

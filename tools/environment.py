@@ -28,6 +28,7 @@ from packages import PROGRESS_NOTE, Failed, download_tree, pip, say
 
 PACK = Path(__file__).resolve().parent.parent
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+PIN_FILES = ("torch.txt", "comfyui.txt", "tests.txt", "alone.txt")
 DEFAULT_COMFYUI = "0.30.0"
 OLDEST_COMFYUI = (0, 3, 75)
 PYTHON_VERSIONS = ((3, 10), (3, 11), (3, 12))
@@ -139,7 +140,7 @@ def managed_python() -> Path:
             f"Python 3.10, 3.11 or 3.12 is needed and this is {this}: run, for example, "
             f"`python3.12 tools {' '.join(sys.argv[1:])}`."
         )
-    pins = [REQUIREMENTS / name for name in ("torch.txt", "comfyui.txt", "tests.txt")]
+    pins = [REQUIREMENTS / name for name in PIN_FILES]
     key = hashlib.sha256(this.encode() + b"".join(pin.read_bytes() for pin in pins))
     folder = cache_folder() / f"env-{key.hexdigest()[:12]}"
     # Written last. A virtual environment cannot be built elsewhere and renamed: its scripts
@@ -173,12 +174,13 @@ def build_environment(folder: Path, pins: list[Path]) -> None:
         venv.EnvBuilder(symlinks=os.name != "nt", with_pip=True).create(folder)
     except subprocess.CalledProcessError as error:
         raise Failed(f"The virtual environment could not be made: {error}.") from error
-    python, (torch, comfyui, tests) = python_in(folder), pins
+    python, (torch, comfyui, tests, alone) = python_in(folder), pins
     log = folder / "install.log"
     say(f"Installing torch (about 3 GB to download, once{PROGRESS_NOTE}) ...")
     pip(python, log, "install", "-r", torch, "-c", comfyui)
     say("Installing what ComfyUI and the tests need (about 300 MB, once) ...")
     pip(python, log, "install", "-r", comfyui, "-r", tests, "-c", torch)
+    pip(python, log, "install", "--no-deps", "-r", alone)
 
 
 def managed_tree(version: str, python: Path) -> tuple[Path, str]:
