@@ -7,7 +7,7 @@ from torch import Tensor
 from .config import MergeConfig
 from .merge import MergePlan, assign
 from .regions import RegionLayout
-from .selection import facility_location, similarity, unit_rows
+from .selection import choose_destinations, similarity, unit_rows
 
 
 def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePlan:
@@ -19,7 +19,7 @@ def build_plan(x: Tensor, layout: RegionLayout, config: MergeConfig) -> MergePla
         config: temperature of the assignment.
     """
     units = unit_rows(layout.split(x))
-    destinations = facility_location(similarity(units), layout.kept, layout.valid)
+    destinations = choose_destinations(similarity(units), layout.kept, layout.valid)
     return assign(units, layout, destinations, config.temperature, x.dtype)
 
 
