@@ -80,24 +80,22 @@ def facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -
     *lead, tokens, _ = cosine.shape
     _check_count(count, tokens)
     cosine = cosine.reshape(-1, tokens, tokens)
-    blocked = cosine.new_zeros(cosine.shape[0], tokens, dtype=torch.bool)
+    barred = cosine.new_zeros(cosine.shape[0], tokens)
     if valid is not None:
-        blocked = ~valid.expand(*lead, tokens).reshape(-1, tokens)
-        cosine = cosine.masked_fill(blocked[:, None, :], _NO_COVER)
-    rows = cosine.flatten(0, 1)
-    first_row = torch.arange(cosine.shape[0], device=cosine.device) * tokens
-    token = torch.arange(tokens, device=cosine.device)
+        padding = ~valid.expand(*lead, tokens).reshape(-1, tokens)
+        barred.masked_fill_(padding, torch.inf)
+        cosine = cosine.masked_fill(padding[:, None, :], _NO_COVER)
     cover = cosine.new_full((cosine.shape[0], tokens), _NO_COVER)
     gain = torch.empty_like(cosine)
     picks = []
     for _ in range(count):
         torch.sub(cosine, cover[:, None, :], out=gain)
-        total = gain.clamp_(min=0).sum(-1).masked_fill(blocked, -torch.inf)
-        pick = total.argmax(-1)
+        pick = (gain.clamp_(min=0).sum(-1) - barred).argmax(-1, keepdim=True)
         picks.append(pick)
-        blocked = blocked | (token == pick[:, None])
-        cover = torch.maximum(cover, rows.index_select(0, first_row + pick))
-    return torch.stack(picks, -1).reshape(*lead, count)
+        barred.scatter_(1, pick, torch.inf)
+        picked_row = cosine.gather(1, pick[:, None].expand(-1, 1, tokens)).squeeze(1)
+        cover = torch.maximum(cover, picked_row)
+    return torch.cat(picks, -1).reshape(*lead, count)
 
 
 def stochastic_facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -> Tensor:
