@@ -21,7 +21,9 @@ from bench_host import load_host
 from bench_measure import Stock, measure, sigmas_for, steps_of
 from bench_models import Shape, build, make_work
 from bench_table import write
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MINUTES = 5.5
 """No further row is begun after this long."""
@@ -94,7 +96,7 @@ def _largest(kind: str, tiny: bool) -> Shape:
 
 
 def _launches(stock: Stock, config: Any) -> dict[str, Any]:
-    """Kernels of a stock call, those that a reused step adds per block, and both in CUDA graphs.
+    """Kernels of a stock, a reused and a selecting call, and the first two in CUDA graphs.
 
     A graph has no gaps between kernels, so it shows what is left where launches bound eager calls.
     """
@@ -112,13 +114,14 @@ def _launches(stock: Stock, config: Any) -> dict[str, Any]:
         stock_kernels = kernels(lambda: step(0))
         stock_graph = graph_seconds(stock.clock, lambda: step(0))
     with steps_of(work, attach(work.model, reusing), reusing) as step:
-        step(0)
+        selecting_kernels = kernels(lambda: step(0))
         merged_kernels = kernels(lambda: step(last))
         merged_graph = graph_seconds(stock.clock, lambda: step(last))
     captured = isinstance(stock_graph, float) and isinstance(merged_graph, float)
     return {
         "stock_kernels": stock_kernels,
         "kernels": merged_kernels,
+        "selecting_kernels": selecting_kernels,
         "blocks": blocks,
         "own_kernels": (merged_kernels - stock_kernels) / blocks,
         "stock_graph_seconds": stock_graph if captured else None,
@@ -128,15 +131,28 @@ def _launches(stock: Stock, config: Any) -> dict[str, Any]:
     }
 
 
+class _Operators(TorchDispatchMode):
+    """Counts operators that are more than a view, each of which is a kernel or more on CUDA."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 def kernels(call: Callable[[], Any]) -> int:
-    """Kernels and copies that a call launches; on the CPU the operators that it runs."""
-    cuda = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+    """Kernels and copies that a call launches; without CUDA the operators that would."""
+    if not torch.cuda.is_available():
+        with _Operators() as operators:
+            call()
+        return operators.count
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
-        if cuda:
-            torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    return sum(event.device_type == wanted for event in profiler.events())
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events())
 
 
 def graph_seconds(clock: Clock, call: Callable[[], Any], rounds: int = 5) -> float | str:

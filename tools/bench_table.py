@@ -15,7 +15,8 @@ COLUMNS = {
     "speedup": "{:.2f}", "bound": "{:.2f}", "efficiency": "{:.2f}", "tflop": "{:.2f}",
     "own_share": "{:.2%}", "selection": "{:.2%}", "weights": "{:.2%}", "merge": "{:.2%}",
     "unmerge": "{:.2%}", "peak_mib": "{:.0f}", "peak": "{:+.1%}", "error": "{:.3f}",
-    "loss": "{:.2%}", "random": "{:.2%}", "graph_speedup": "{:.2f}", "own_kernels": "{:.1f}",
+    "loss": "{:.2%}", "random": "{:.2%}", "graph_speedup": "{:.2f}", "stock_kernels": "{}",
+    "kernels": "{}", "selecting_kernels": "{}", "own_kernels": "{:.1f}",
     "note": "{}",
 }  # fmt: skip
 
