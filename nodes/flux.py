@@ -225,12 +225,12 @@ class FluxBlock:
         if plan is None:
             return self._forward(**arguments)
         whole = arguments[self.tokens]
-        arguments[self.tokens] = plan.merge(whole, lead)
-        # The block adds to its input in place.
-        before = arguments[self.tokens][:, lead:].clone()
+        merged = plan.merge(whole[:, lead:])
+        # A copy even without text: the block adds to its input in place.
+        arguments[self.tokens] = torch.cat((whole[:, :lead], merged), 1)
         result = self._forward(**self._followed(arguments, plan, text))
         tokens = result[0] if isinstance(result, tuple) else result
-        image = whole[:, lead:] + plan.unmerge(tokens[:, lead:] - before)
+        image = whole[:, lead:] + plan.unmerge(tokens[:, lead:] - merged)
         tokens = torch.cat((tokens[:, :lead], image), 1) if lead else image
         return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
 

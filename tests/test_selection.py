@@ -7,7 +7,15 @@ import math
 
 import pytest
 import torch
-from comfyui_toma.toma_core.selection import facility_location, similarity, unit_rows
+from comfyui_toma.toma_core.selection import (
+    EPSILON,
+    EXACT_TOKENS,
+    choose_destinations,
+    facility_location,
+    similarity,
+    stochastic_facility_location,
+    unit_rows,
+)
 
 
 def oracle(cosine, count, valid=None):
@@ -101,6 +109,76 @@ def test_zero_rows_and_large_half_precision_rows_stay_finite():
 
 
 @pytest.mark.parametrize("count", [0, 7])
-def test_an_impossible_count_is_refused(count):
+@pytest.mark.parametrize("choose", [facility_location, stochastic_facility_location])
+def test_an_impossible_count_is_refused(choose, count):
     with pytest.raises(ValueError, match="count must be from 1 to 6"):
-        facility_location(torch.ones(6, 6), count)
+        choose(torch.ones(6, 6), count)
+
+
+def stochastic_oracle(cosine, count, valid):
+    """The same draws as the batched form, written as loops."""
+    left = [token for token in range(len(cosine)) if valid[token]]
+    alive = list(left)
+    handful = min(len(cosine), math.ceil(len(cosine) / count * math.log(1 / EPSILON)))
+    draws = torch.randint(2**31, (count, handful), generator=torch.Generator().manual_seed(0))
+    cover = {token: -1.0 for token in alive}
+    picks = []
+    for draw in draws.tolist()[: len(alive)]:
+        places = [number % len(left) for number in draw]
+        gains = [
+            sum(max(0.0, float(cosine[left[place], j]) - cover[j]) for j in alive)
+            for place in places
+        ]
+        place = places[gains.index(max(gains))]
+        picks.append(left[place])
+        cover = {j: max(cover[j], float(cosine[left[place], j])) for j in alive}
+        left[place] = left[-1]
+        left.pop()
+    return picks + [0] * (count - len(picks))
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 12])
+def test_stochastic_greedy_equals_its_oracle_sample_by_sample(count):
+    cosines = torch.stack([dyadic(12, seed) for seed in range(6)]).reshape(2, 3, 12, 12)
+    valid = torch.ones(3, 12, dtype=torch.bool)
+    valid[1, ::2] = False
+    valid[2, 11] = False
+    picks = stochastic_facility_location(cosines, count, valid)
+    for sample, region in itertools.product(range(2), range(3)):
+        expected = stochastic_oracle(cosines[sample, region], count, valid[region])
+        assert picks[sample, region].tolist() == expected
+
+
+def test_stochastic_greedy_leaves_the_global_generator_alone():
+    cosine = similarity(unit_rows(torch.randn(300, 8)))
+    state = torch.get_rng_state()
+    picks = stochastic_facility_location(cosine, 150)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(7)
+    assert torch.equal(stochastic_facility_location(cosine, 150), picks)
+    assert len(picks.unique()) == 150
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_stochastic_greedy_loses_less_than_two_percent(ratio):
+    """A smooth field with noise upon it, as activations of a picture are."""
+    coarse = torch.randn(1, 32, 6, 6, generator=torch.Generator().manual_seed(1))
+    field = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
+    field = field + 0.3 * torch.randn(field.shape, generator=torch.Generator().manual_seed(2))
+    cosine = similarity(unit_rows(field.flatten(2).squeeze(0).T))
+    count = round((1 - ratio) * len(cosine))
+    exact, few = (
+        cosine[choose(cosine, count)].amax(0).sum()
+        for choose in (facility_location, stochastic_facility_location)
+    )
+    assert few >= 0.98 * exact
+
+
+def test_small_regions_are_chosen_exactly_and_large_ones_are_not():
+    cosine = similarity(unit_rows(torch.randn(EXACT_TOKENS + 1, 8)))
+    for tokens, choose in (
+        (EXACT_TOKENS, facility_location),
+        (EXACT_TOKENS + 1, stochastic_facility_location),
+    ):
+        part = cosine[:tokens, :tokens]
+        assert torch.equal(choose_destinations(part, 20), choose(part, 20))

@@ -14,7 +14,7 @@ from .matching import ca_tome, tofu, tome
 from .merge import LinearPlan, assign
 from .plan import MergePlan, Moment, Place
 from .regions import Grid, RegionLayout, build_layout
-from .selection import facility_location, similarity, unit_rows
+from .selection import choose_destinations, similarity, unit_rows
 
 Layout = RegionLayout | CellLayout
 
@@ -22,7 +22,7 @@ Layout = RegionLayout | CellLayout
 def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> LinearPlan:
     """ToMA (2509.10918): facility location in regions, then weights towards the chosen tokens."""
     units = unit_rows(layout.split(x))
-    destinations = facility_location(similarity(units), layout.kept, layout.valid)
+    destinations = choose_destinations(similarity(units), layout.kept, layout.valid)
     return assign(units, layout, destinations, config.temperature, x.dtype)
 
 

@@ -1,0 +1,221 @@
+"""Measures stock against merged calls: time, FLOPs, the share of our own work, peak memory."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from bench_clock import Clock, SpanTimer, peak_mib
+from bench_host import load_host
+from bench_models import Shape, Work, build, make_work
+from bench_table import Row
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+ROUNDS = 3
+PARTS = ("selection", "weights", "merge", "unmerge")
+
+
+def typical_steps(config: Any) -> dict[int, float]:
+    """One step of each kind (select, reweigh, reuse) of an interval, and the share of its kind.
+
+    Nothing merges at ratio 0: there all steps are alike.
+    """
+    load_host()
+    from comfyui_toma.toma_core.schedule import Schedule
+
+    if config is None or config.is_identity:
+        return {0: 1.0}
+    sigmas = tuple(map(float, sigmas_for(config)))
+    schedule = Schedule(
+        sigmas, float("inf"), float("-inf"), config.reuse_interval, config.weight_interval
+    )
+    epochs = [schedule.epoch(sigma) for sigma in sigmas[:-1]]
+    actions = [now.action(held) for held, now in zip([None, *epochs], epochs, strict=False)]
+    return {actions.index(kind): n / len(actions) for kind, n in Counter(actions).items()}
+
+
+def sigmas_for(config: Any) -> Tensor:
+    """Sigmas of a run of one reuse interval."""
+    return torch.linspace(1.0, 0.5, (config.reuse_interval if config else 1) + 1)
+
+
+@contextmanager
+def steps_of(work: Work, patched: Any, config: Any) -> Iterator[Callable[[int], Tensor]]:
+    """A fresh sampling run of a patched MODEL: a function that makes the call of one step.
+
+    Args:
+        config: of our node; None for a MODEL without it.
+    """
+    load_host()
+    from comfyui_toma.nodes.attach import open_run
+    from comfyui_toma.nodes.options import KEY
+
+    sigmas = sigmas_for(config)
+    options = patched.model_options
+    if KEY not in options.get("transformer_options", {}):
+        with torch.inference_mode():
+            yield lambda step: work.call(options, sigmas[step : step + 1], sigmas)
+        return
+    run, options = open_run(patched, options, sigmas, tuple(work.x.shape[-2:]))
+    try:
+        with torch.inference_mode():
+            # As the sampler does, else a second call counts as another part of the first.
+            yield lambda step: run.calc_cond_batch(
+                work.call, options, sigmas[step : step + 1], sigmas
+            )
+    finally:
+        run.close()
+
+
+def tflop(shape: Shape, size: int, batch: int, patch: Callable[[Any], Any], config: Any) -> float:
+    """TFLOP of a call, averaged over an interval, counted on a model without memory.
+
+    Args:
+        patch: takes a MODEL and returns the patched one.
+    """
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention in the form that the FLOP counter knows."""
+        return attention_pytorch(*args, **kwargs)
+
+    model = shapes_only(shape)
+    patched = patch(model.clone())
+    patched.model_options.setdefault("transformer_options", {})["optimized_attention_override"] = (
+        sdpa
+    )
+    work = make_work(shape, patched, size, batch)
+    total = 0.0
+    with steps_of(work, patched, config) as step:
+        for number, share in sorted(typical_steps(config).items()):
+            with FlopCounterMode(display=False) as counter:
+                step(number)
+            total += share * counter.get_total_flops() / 1e12
+    return total
+
+
+@functools.lru_cache(maxsize=2)
+def shapes_only(shape: Shape) -> Any:
+    """The model without memory."""
+    return build(shape, "meta")
+
+
+class Stock:
+    """What is known of the unpatched model, measured once per work."""
+
+    def __init__(self, work: Work, clock: Clock) -> None:
+        self.work, self.clock = work, clock
+        with steps_of(work, work.model, None) as step:  # warms up, too
+            self.peak, self.output = peak_mib(lambda: step(0), work)
+        self.tflop = tflop(work.shape, work.size, work.batch, lambda model: model, None)
+
+    def seconds(self) -> float:
+        """Time of one call."""
+        with steps_of(self.work, self.work.model, None) as step:
+            return self.clock.time(lambda: step(0))
+
+
+class Measured(NamedTuple):
+    """A row and what a table may show beside it.
+
+    Attributes:
+        parts: seconds of each part of our own work.
+        error: distance of the merged prediction from stock, over the size of the stock one.
+    """
+
+    row: Row
+    parts: dict[str, float]
+    error: float
+
+
+def measure(
+    stock: Stock,
+    patch: Callable[[Any], Any],
+    config: Any,
+    *,
+    scope: str = "",
+    ratio: float = 0.0,
+    rounds: int = ROUNDS,
+) -> Measured:
+    """One row and what goes with it.
+
+    Stock and merged calls alternate, so that what else the machine does falls on both.
+
+    Args:
+        patch: takes a MODEL and returns the patched one.
+        config: of our node; None for another node.
+        scope, ratio: to name the row.
+    """
+    work, clock = stock.work, stock.clock
+    patched = patch(work.model)
+    shares = sorted(typical_steps(config).items())
+    with steps_of(work, patched, config) as step:  # warms up, too
+        peak, output = peak_mib(lambda: step(0), work)
+    stock_times, times = [], []
+    for _ in range(rounds):
+        stock_times.append(stock.seconds())
+        with steps_of(work, patched, config) as step:
+            times.append(
+                sum(share * clock.time(lambda n=number: step(n)) for number, share in shares)
+            )
+    parts = dict.fromkeys(PARTS, 0.0)
+    with steps_of(work, patched, config) as step, own_work(clock) as timer:
+        for number, share in shares:
+            timer.spans.clear()
+            step(number)
+            for name, seconds in timer.seconds().items():
+                parts[name] += share * seconds
+    seconds, stock_seconds = statistics.median(times), statistics.median(stock_times)
+    counted = tflop(work.shape, work.size, work.batch, patch, config)
+    speedup, bound = stock_seconds / seconds, stock.tflop / counted
+    row = Row(
+        work.shape.name,
+        work.size,
+        work.batch,
+        scope,
+        ratio,
+        seconds,
+        stock_seconds,
+        speedup,
+        counted,
+        bound,
+        speedup / bound,
+        sum(parts.values()) / stock_seconds,
+        peak,
+    )
+    return Measured(row, parts, distance(output, stock.output))
+
+
+def distance(x: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of the reference."""
+    return float((x.float() - reference.float()).norm() / reference.float().norm())
+
+
+@contextmanager
+def own_work(clock: Clock) -> Iterator[SpanTimer]:
+    """Times selection, weights, merge and unmerge while the context is open, from outside."""
+    load_host()
+    from comfyui_toma.toma_core import merge, planning, session
+
+    timer = SpanTimer(clock)
+    places = (
+        (session, "build_plan", "selection"),
+        (planning, "assign", "weights"),
+        (session, "reweigh", "weights"),
+        (merge.MergePlan, "merge", "merge"),
+        (merge.MergePlan, "unmerge", "unmerge"),
+    )
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for (owner, name, function), (_, _, part) in zip(before, places, strict=True):
+            setattr(owner, name, timer.wrap(part, function))
+        yield timer
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
