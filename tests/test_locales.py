@@ -41,7 +41,7 @@ def test_every_text_is_there_and_no_other(language, english):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_texts_are_plain(language):
-    """The browser reads these signs as syntax, and a table cell ends at a bar."""
+    """The browser reads these signs as syntax, and an item of a list is one line."""
     assert not [text for text in tool.read(language).values() if set("{}@|\n") & set(text)]
 
 
@@ -56,7 +56,7 @@ def test_help_pages_list_every_input_and_output(language):
     texts = tool.read(language)
     for node in tool.nodes_in(texts):
         page = tool.page_of(node, language)
-        assert page.read_text(encoding="utf-8") == tool.with_table(page, texts), page
+        assert page.read_text(encoding="utf-8") == tool.with_list(page, texts), page
         assert texts[node, "display_name"] in page.read_text(encoding="utf-8").splitlines()[0]
 
 

@@ -3,7 +3,7 @@
 English is what the nodes themselves say, as a running server tells it. Every other language keeps
 what is translated already, also for inputs that several nodes share; what is new or says something
 new is left empty in `locales/<language>/nodeDefs.json` and named here, to be filled in by hand.
-The table of each help page, `web/docs/<node>/<language>.md`, is made of the same texts.
+The first list of each help page, `web/docs/<node>/<language>.md`, is made of the same texts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 PACK = Path(__file__).resolve().parent.parent
 ENGLISH = "en"
 TRANSLATIONS = ("zh", "ja", "de")
-TABLE = re.compile(r"^(\|.*\n\|[- |]*\n)((?:\|.*\n)*)", re.MULTILINE)
+LIST = re.compile(r"^(?:-( .*)?\n)+", re.MULTILINE)
 
 Texts = dict[tuple[str, ...], str]
 """Texts by their place in a file, such as `(node, "inputs", input, "tooltip")`."""
@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
         left += [f"{file_of(language)}: {'.'.join(place)}" for place in own if not own[place]]
         for page in (page_of(node, language) for node in nodes_in(english)):
             if page.is_file():
-                page.write_text(with_table(page, own), encoding="utf-8")
+                page.write_text(with_list(page, own), encoding="utf-8")
             else:
-                left.append(f"{page}: a heading, how to use it, and the head of a table")
+                left.append(f"{page}: a heading, how to use it, and `-` alone on a line")
     print("\n".join(["Left to write:", *left]) if left else "Every text is there.")
     return bool(left)
 
@@ -95,16 +95,16 @@ def follow(english: Texts, before: Texts, translated: Texts) -> Texts:
     }
 
 
-def with_table(page: Path, texts: Texts) -> str:
-    """A help page whose table lists every input and output in the words of `texts`."""
+def with_list(page: Path, texts: Texts) -> str:
+    """A help page whose first list has every input and output in the words of `texts`."""
     node = page.parent.name
     places = [place[:-1] for place in texts if place[0] == node and place[-1] == "tooltip"]
     rows = ""
     for place in places:
         name, key = texts[(*place, "name")], place[-1]
         inner = f" `{key}`" if place[1] == "inputs" and name != key else ""
-        rows += f"| **{name}**{inner} | {texts[(*place, 'tooltip')]} |\n"
-    return TABLE.sub(lambda table: table[1] + rows, page.read_text(encoding="utf-8"), count=1)
+        rows += f"- **{name}**{inner}: {texts[(*place, 'tooltip')]}\n"
+    return LIST.sub(lambda _: rows, page.read_text(encoding="utf-8"), count=1)
 
 
 def nodes_in(texts: Texts) -> list[str]:
