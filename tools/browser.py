@@ -24,13 +24,12 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 PACKS = tuple(demo.PACKS)
 STOCK_PACKS = ("toma_demo",)
 STEPS = 4
-TIMEOUT_MS = 120_000
 
 
 def main(argv: list[str]) -> int:
     """Run the browser's tests; returns their exit code."""
     options = parse(argv)
-    node, chromium, npm = program("node"), find_chromium(), playwright()
+    find_chromium(), playwright()  # before servers start: a person may have to install them
     from server import Server  # here: it needs the environment
 
     pictures = options.pictures.absolute()
@@ -46,8 +45,6 @@ def main(argv: list[str]) -> int:
         server.require(demo.NODE, *demo.HELPERS)
         defaults = server.defaults(demo.NODE)
         given = {
-            "npm": npm,
-            "chromium": chromium,
             "pack": server.url,
             "stock": stock.url,
             "graph": graph(0.5, defaults),
@@ -55,10 +52,8 @@ def main(argv: list[str]) -> int:
             "values": list({**defaults, "ratio": 0.5}.values()),
             "pictures": pictures,
         }
-        environment = {**os.environ, "TOMA_BROWSER": json.dumps(given, default=str)}
-        tests = sorted(map(str, (PACK / "tests" / "browser").glob("*.test.mjs")))
-        command = [node, "--test", "--test-reporter=spec", f"--test-timeout={TIMEOUT_MS}", *tests]
-        code = subprocess.call(command, env=environment)
+        tests = sorted((PACK / "tests" / "browser").glob("*.test.mjs"))
+        code = drive(["--test", "--test-reporter=spec", *tests], given)
     print(f"Pictures: {pictures}")
     return code
 
@@ -74,6 +69,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The demo's graph for one small picture."""
     return demo.graph(demo.Setting(ratio), 0, STEPS, ["cat face"], defaults)
+
+
+def drive(arguments: list[str | Path], given: dict[str, Any]) -> int:
+    """Run Node.js on scripts that drive a browser; they are told `given`. Returns its exit code."""
+    given = {**given, "npm": playwright(), "chromium": find_chromium()}
+    environment = {**os.environ, "TOMA_BROWSER": json.dumps(given, default=str)}
+    return subprocess.call([program("node"), *map(str, arguments)], env=environment)
 
 
 def find_chromium() -> str:

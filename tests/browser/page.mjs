@@ -24,7 +24,7 @@ export async function openComfyUI(url, settings) {
   const browser = await chromium.launch({ executablePath: given.chromium, args: FLAGS })
   browsers.push(browser)
   const page = await browser.newPage({ viewport: { width: 1400, height: 900 } })
-  page.setDefaultTimeout(20_000)
+  page.setDefaultTimeout(30_000)
   const errors = new Set()
   const note = (text, where = '') => errors.add(`${text} ${where}`.replaceAll(url, ''))
   page.on('console', (message) => {
@@ -98,18 +98,16 @@ export async function select(page, id) {
   await page.mouse.click(x, y)
 }
 
-/** Presses Run and waits until ComfyUI has nothing left to do; throws what it reports. */
+/** Presses Run and waits for the end of the run; throws what ComfyUI reports. */
 export async function run(page) {
-  const ended = page.evaluate(
-    () =>
-      new Promise((resolve) => {
-        const events = ['execution_success', 'execution_error', 'execution_interrupted']
-        for (const name of events)
-          window.app.api.addEventListener(name, (event) => resolve([name, event.detail]))
-      })
-  )
+  await page.evaluate(() => {
+    window.ended = undefined
+    for (const name of ['execution_success', 'execution_error', 'execution_interrupted'])
+      window.app.api.addEventListener(name, ({ detail }) => (window.ended = { name, detail }))
+  })
   await page.getByTestId('queue-button').click()
-  const [name, detail] = await ended
+  const ended = await page.waitForFunction(() => window.ended)
+  const { name, detail } = await ended.jsonValue()
   if (name !== 'execution_success') throw new Error(`${name}: ${detail.exception_message}`)
 }
 
