@@ -12,11 +12,14 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import demo
 from environment import PACK, cache_folder, version_of
+from example_graphs import place_files
 from packages import Failed, say
 
 PLAYWRIGHT = "playwright-core@1.64.1"
@@ -24,6 +27,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 PACKS = tuple(demo.PACKS)
 STOCK_PACKS = ("toma_demo",)
 STEPS = 4
+EXAMPLES = PACK / "example_workflows"
 
 
 def main(argv: list[str]) -> int:
@@ -37,8 +41,8 @@ def main(argv: list[str]) -> int:
     comfyui = Path(os.environ["COMFYUI_PATH"])
     say(f"Starting ComfyUI {version_of(comfyui)} with the pack, and once more without it")
     with (
-        demo.base_directory() as base,
-        demo.base_directory() as stock_base,
+        base_directory(comfyui) as base,
+        base_directory(comfyui) as stock_base,
         Server(comfyui, base, list(PACKS), pictures / "comfyui.log") as server,
         Server(comfyui, stock_base, list(STOCK_PACKS), pictures / "stock.log") as stock,
     ):
@@ -50,6 +54,7 @@ def main(argv: list[str]) -> int:
             "graph": graph(0.5, defaults),
             "stockGraph": graph(None, defaults),
             "values": list({**defaults, "ratio": 0.5}.values()),
+            "examples": {path.stem: node_types(path) for path in EXAMPLES.glob("*.json")},
             "pictures": pictures,
         }
         tests = sorted((PACK / "tests" / "browser").glob("*.test.mjs"))
@@ -69,6 +74,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The demo's graph for one small picture."""
     return demo.graph(demo.Setting(ratio), 0, STEPS, ["cat face"], defaults)
+
+
+@contextmanager
+def base_directory(comfyui: Path) -> Iterator[Path]:
+    """The demo's base directory, with every file that an example names."""
+    with demo.base_directory() as base:
+        place_files(base, comfyui)
+        yield base
+
+
+def node_types(path: Path) -> list[str]:
+    """The types of the nodes of a saved graph, in order."""
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    return sorted(node["type"] for node in nodes)
 
 
 def drive(arguments: list[str | Path], given: dict[str, Any]) -> int:

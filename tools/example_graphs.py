@@ -6,6 +6,8 @@ all other values, and saves them in `example_workflows`.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 Graph = dict[str, dict[str, Any]]
@@ -204,3 +206,14 @@ def model_files(graph: Graph) -> list[str]:
     """The model files that a graph names, as paths below ComfyUI's `models`."""
     inputs = [(key, value) for node in graph.values() for key, value in node["inputs"].items()]
     return [f"{FILES[key]}/{value}" for key, value in inputs if key in FILES]
+
+
+def place_files(base: Path, comfyui: Path) -> None:
+    """Empty files for all models that the examples name, so that ComfyUI misses none."""
+    for graph, _ in EXAMPLES.values():
+        for name in model_files(graph):
+            file = base / "models" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    (base / "input").mkdir()
+    shutil.copy(comfyui / "input" / "example.png", base / "input")

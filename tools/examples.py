@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import demo
-from browser import drive
+from browser import EXAMPLES as FOLDER
+from browser import base_directory, drive
 from environment import PACK
-from example_graphs import EXAMPLES, Graph, model_files
+from example_graphs import EXAMPLES, Graph
 from packages import say
-
-FOLDER = PACK / "example_workflows"
 
 
 def main(argv: list[str]) -> int:
@@ -28,11 +26,12 @@ def main(argv: list[str]) -> int:
 
     FOLDER.mkdir(exist_ok=True)
     comfyui = Path(os.environ["COMFYUI_PATH"])
-    with demo.base_directory() as base:
-        place_files(base, comfyui)
-        with Server(comfyui, base, ["toma"], base / "log") as server:
-            server.require(demo.NODE)
-            code = save(server.url)
+    with (
+        base_directory(comfyui) as base,
+        Server(comfyui, base, ["toma"], base / "log") as server,
+    ):
+        server.require(demo.NODE)
+        code = save(server.url)
     say(f"{len(EXAMPLES)} graphs in {FOLDER}" if code == 0 else "Not every graph was saved.")
     return code
 
@@ -44,17 +43,6 @@ def save(url: str) -> int:
     }
     given = {"pack": url, "examples": examples, "folder": FOLDER}
     return drive([PACK / "tests" / "browser" / "save_examples.mjs"], given)
-
-
-def place_files(base: Path, comfyui: Path) -> None:
-    """Empty files for all models that the examples name, so that the page misses none."""
-    for graph, _ in EXAMPLES.values():
-        for name in model_files(graph):
-            file = base / "models" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-    (base / "input").mkdir()
-    shutil.copy(comfyui / "input" / "example.png", base / "input")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

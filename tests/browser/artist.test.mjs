@@ -19,6 +19,10 @@ for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
       await loadGraph(stock.page, given.stockGraph)
       await run(stock.page)
       await openHelp(stock.page, await idOf(stock.page, 'KSampler'))
+      const listed = stock.page.waitForResponse('**/templates/index*.json')
+      await openTemplates(stock.page)
+      await listed
+      await stock.page.waitForTimeout(1000) // what the page has to say to that
       await closeAll()
       stockErrors = stock.errors
       comfy = await openComfyUI(given.pack, settings)
@@ -90,6 +94,27 @@ for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
       await picture(page, `${canvas}-help`)
     })
 
+    test('the template browser shows the examples, and each opens whole', async () => {
+      for (const [name, kinds] of Object.entries(given.examples)) {
+        const templates = await openTemplates(page)
+        const card = templates.getByTestId(`template-workflow-${name}`)
+        await card.scrollIntoViewIfNeeded()
+        await page.waitForFunction((image) => image.naturalWidth > 0,
+          await card.locator('img').first().elementHandle())
+        if (name === Object.keys(given.examples)[0]) await picture(page, `${canvas}-templates`)
+        await card.click()
+        await templates.waitFor({ state: 'detached' })
+        const opened = await page.waitForFunction((size) => {
+          const { nodes } = window.app.graph
+          const known = (node) => node.type in window.LiteGraph.registered_node_types
+          return nodes.length === size && nodes.filter(known).map((node) => node.type)
+        }, kinds.length)
+        assert.deepEqual((await opened.jsonValue()).sort(), kinds)
+        assert.equal(await page.getByText(/is missing|errors found/).count(), 0)
+        await picture(page, `${canvas}-${name}`)
+      }
+    })
+
     test('no console error beyond those of ComfyUI without the pack', () => {
       const ours = [...comfy.errors].filter((error) => !stockErrors.has(error))
       assert.deepEqual(ours, [])
@@ -128,6 +153,14 @@ const idOf = (page, kind) =>
 /** A node of the Nodes 2.0 canvas by its title. */
 const nodeBox = (page, title) =>
   page.locator('.lg-node').filter({ has: page.getByText(title, { exact: true }) }).first()
+
+/** Opens the browser of templates from the side bar; returns its content. */
+async function openTemplates(page) {
+  await page.locator('.templates-tab-button').click()
+  const templates = page.getByTestId('template-workflows-content')
+  await templates.waitFor()
+  return templates
+}
 
 /** Asks for a node's help as its toolbox offers it; returns the help page. */
 async function openHelp(page, id) {

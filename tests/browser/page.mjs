@@ -26,11 +26,12 @@ export async function openComfyUI(url, settings) {
   const page = await browser.newPage({ viewport: { width: 1400, height: 900 } })
   page.setDefaultTimeout(30_000)
   const errors = new Set()
-  const note = (text, where = '') => errors.add(`${text} ${where}`.replaceAll(url, ''))
+  const note = (text, where = '') =>
+    errors.add(`${text.split('\n')[0]} ${where}`.replaceAll(url, '')) // the trace may differ
   page.on('console', (message) => {
     if (message.type() === 'error') note(message.text(), message.location().url)
   })
-  page.on('pageerror', (error) => note(error.stack))
+  page.on('pageerror', (error) => note(String(error)))
   await page.goto(url)
   // last of all a page that is new to its user shows ComfyUI's own first graph
   await page.waitForFunction(() => window.app?.vueAppReady && window.app.graph?.nodes.length)
@@ -54,15 +55,15 @@ export async function loadGraph(page, graph) {
 
 /** Searches for a node, adds it and puts it down at a free place; returns its id. */
 export async function addBySearch(page, name, kind) {
-  const before = await page.evaluate(() => window.app.graph.nodes.length)
   const place = await openSearch(page)
   await page.keyboard.type(name)
   // the name alone on its line: other names may begin with it
   const best = page.locator('#result-item-0').filter({ hasText: new RegExp(`^${name}(?![ (])`) })
   await best.click()
-  await page.mouse.move(...place, { steps: 3 })
+  await page.locator('#results-list').waitFor({ state: 'detached' })
+  await page.mouse.move(...place, { steps: 3 }) // it hangs at the pointer until a click
   await page.mouse.click(...place)
-  await page.waitForFunction((count) => window.app.graph.nodes.length > count, before)
+  await page.waitForFunction(() => !window.app.graph.nodes.at(-1).flags.ghost)
   const added = await page.evaluate(() => {
     const { id, type } = window.app.graph.nodes.at(-1)
     return { id, type }
