@@ -40,9 +40,11 @@ class Session:
     def layout(self, grids: tuple[Grid, ...], device: torch.device) -> RegionLayout:
         """The regions of a sequence of grids, made once per run and device."""
         key = (grids, device)
-        if key not in self._layouts:
-            self._layouts[key] = build_layout(grids, self.config, device)
-        return self._layouts[key]
+        layout = self._layouts.get(key)
+        if layout is None:
+            # setdefault: where two devices' threads meet here, both get the same layout.
+            layout = self._layouts.setdefault(key, build_layout(grids, self.config, device))
+        return layout
 
     def held(
         self, site: Hashable, conditions: tuple[Hashable, ...], epoch: Epoch

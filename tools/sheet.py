@@ -1,0 +1,54 @@
+"""The demo's pictures: how far two are apart, and the contact sheet of all."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy
+from PIL import Image, ImageDraw, ImageFont
+
+SIDE = 128  # of one picture on the sheet, twice its own size
+MARGIN = 16
+LABEL_WIDTH = 112
+TEXT_SIZE = 18
+
+
+def psnr(reference: Path, image: Path) -> float | None:
+    """Peak signal-to-noise ratio in dB: `10 log10(255^2 / mean squared error)` over all pixels.
+
+    None for equal pictures, whose ratio is infinite.
+    """
+    pixels = [numpy.asarray(Image.open(path).convert("RGB"), float) for path in (reference, image)]
+    error = float(numpy.mean((pixels[0] - pixels[1]) ** 2))
+    return 10 * math.log10(255**2 / error) if error else None
+
+
+def contact_sheet(rows: list[tuple[str, Path]], names: list[str], target: Path) -> Path:
+    """Write one labelled row of pictures per setting, a column per name; returns `target`.
+
+    Args:
+        rows: label and file of each row; a file holds one square picture per name, side by side.
+    """
+    font = ImageFont.load_default(TEXT_SIZE)
+    size = (
+        LABEL_WIDTH + len(names) * (SIDE + MARGIN) + MARGIN,
+        3 * MARGIN + len(rows) * (SIDE + MARGIN),
+    )
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, name in enumerate(names):
+        middle = LABEL_WIDTH + MARGIN + column * (SIDE + MARGIN) + SIDE // 2
+        draw.text((middle, 1.5 * MARGIN), name, "black", font, anchor="mm")
+    for index, (label, file) in enumerate(rows):
+        top = 3 * MARGIN + index * (SIDE + MARGIN)
+        draw.text((MARGIN, top + SIDE // 2), label, "black", font, anchor="lm")
+        strip = Image.open(file).convert("RGB")
+        for column in range(len(names)):
+            corner = column * strip.height
+            picture = strip.crop((corner, 0, corner + strip.height, strip.height))
+            # nearest: the sheet must not hide what merging does to single pixels
+            picture = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
+            sheet.paste(picture, (LABEL_WIDTH + MARGIN + column * (SIDE + MARGIN), top))
+    sheet.save(target)
+    return target

@@ -1,0 +1,24 @@
+"""`python tools test`: pytest over `tests/`, against the ComfyUI in COMFYUI_PATH."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def main(argv: list[str]) -> int:
+    """Run pytest with `argv`; `--full` sets TOMA_FULL=1, which the long tests look for."""
+    if "--full" in argv:
+        argv = [argument for argument in argv if argument != "--full"]
+        os.environ["TOMA_FULL"] = "1"
+    # ComfyUI has modules of its own named `server` and `nodes`: neither this folder nor the
+    # pack's root may be where an import looks.
+    sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != FOLDER]
+    os.chdir(FOLDER.parent)
+    import pytest
+
+    print(f"ComfyUI: {os.environ['COMFYUI_PATH']}", flush=True)
+    return int(pytest.main(argv))
