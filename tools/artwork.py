@@ -24,7 +24,7 @@ Colour = tuple[int, int, int]
 
 def main(argv: list[str]) -> int:
     """Draw both; returns the exit code."""
-    argparse.ArgumentParser(prog="python tools artwork", description=__doc__).parse_args(argv)
+    parse(argv)
     from PIL import Image, ImageDraw, ImageFont  # here: these need the environment
 
     FOLDER.mkdir(exist_ok=True)
@@ -43,6 +43,12 @@ def main(argv: list[str]) -> int:
     banner.resize(BANNER, Image.Resampling.LANCZOS).save(FOLDER / "banner.png", optimize=True)
     print(f"icon.png and banner.png in {FOLDER}")
     return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command has no options."""
+    parser = argparse.ArgumentParser(prog="python tools artwork", description=__doc__)
+    return parser.parse_args(argv)
 
 
 def tiles(draw, size: tuple[int, int], cells: tuple[int, int], largest: int) -> None:
