@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -43,8 +44,9 @@ def test_holds_what_the_pack_needs_and_no_more(archive):
 def test_comfyui_loads_it(archive):
     import nodes
 
-    assert asyncio.run(nodes.load_custom_node(str(archive)))
-    found = [kind for kind in nodes.NODE_CLASS_MAPPINGS if kind.startswith("ToMA")]
+    with mock.patch.dict(nodes.NODE_CLASS_MAPPINGS):  # other tests load the pack themselves
+        assert asyncio.run(nodes.load_custom_node(str(archive)))
+        found = [kind for kind in nodes.NODE_CLASS_MAPPINGS if kind.startswith("ToMA")]
     assert {"ToMAPatchModel", "ToMAPatchSDXL", "ToMAPatchFlux"} <= set(found)
     pages = Path(nodes.EXTENSION_WEB_DIRS["toma"]) / "docs"
     assert all((pages / kind / "en.md").is_file() for kind in found)

@@ -11,6 +11,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import comfy.cldm.cldm
 import comfy.controlnet
@@ -34,11 +35,12 @@ def classes():
     """All node classes of the examples by name."""
     import nodes
 
-    for module in EXTRAS:
-        path = Path(nodes.__file__).parent / "comfy_extras" / f"nodes_{module}.py"
-        assert asyncio.run(nodes.load_custom_node(str(path), module_parent="comfy_extras"))
-    assert asyncio.run(nodes.load_custom_node(str(ROOT)))
-    return nodes.NODE_CLASS_MAPPINGS
+    with mock.patch.dict(nodes.NODE_CLASS_MAPPINGS):  # other tests load the pack themselves
+        for module in EXTRAS:
+            path = Path(nodes.__file__).parent / "comfy_extras" / f"nodes_{module}.py"
+            assert asyncio.run(nodes.load_custom_node(str(path), module_parent="comfy_extras"))
+        assert asyncio.run(nodes.load_custom_node(str(ROOT)))
+        yield nodes.NODE_CLASS_MAPPINGS
 
 
 def prompt_of(path: Path) -> dict[str, dict[str, Any]]:

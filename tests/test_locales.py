@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_no_text_is_left_of_a_node_that_is_gone():
 
 
 def test_comfyui_serves_the_texts(tmp_path, monkeypatch):
+    # an older ComfyUI's modules stand in its own way once it has imported `nodes`
+    monkeypatch.syspath_prepend(os.environ["COMFYUI_PATH"])
     import folder_paths
     from app.custom_node_manager import CustomNodeManager
 
