@@ -34,13 +34,15 @@ class Command:
 
 COMMANDS = {
     "env": Command("make the environment if it is missing and print it as JSON"),
-    "demo": Command("paint with and without ToMA in a real ComfyUI, and measure", "demo",
-                    parses=True),
-    "test": Command("run the tests (--full: the long ones too); options of pytest work", "testing",
-                    ("pytest", "hypothesis", "tomesd", "ca_tome")),
-    "claims": Command("count what CA-ToMe claims: few matchings, more merged as tokens grow alike",
-                      "claims", parses=True),
-    "train-mini": Command("train a small Flux model like the demo's", "train_mini"),
+    "demo": Command("paint with and without ToMA in a real ComfyUI, and measure", "demo"),
+    "test": Command("run the tests (--full: the long ones too; --browser: in a real page)",
+                    "testing", ("pytest", "hypothesis", "tomesd")),
+    "bench": Command("measure speed against stock and other methods", "bench", ("torch",)),
+    "claims": Command("count what CA-ToMe claims, on small models", "claims", ("torch",)),
+    "train-mini": Command("train a small Flux model like the demo's", "train_mini", ("torch",)),
+    "texts": Command("keep names, tooltips and help pages in step with the nodes", "texts"),
+    "examples": Command("build the example graphs in ComfyUI's own page", "examples"),
+    "artwork": Command("draw the icon and the banner", "artwork"),
 }  # fmt: skip
 
 

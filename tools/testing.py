@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,7 +11,14 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def main(argv: list[str]) -> int:
-    """Run pytest with `argv`; `--full` sets TOMA_FULL=1, which the long tests look for."""
+    """Run pytest with `argv`.
+
+    `--full` sets TOMA_FULL=1, which the long tests look for; `--browser` drives a page instead.
+    """
+    if "--browser" in argv:
+        import browser
+
+        return browser.main([argument for argument in argv if argument != "--browser"])
     if "--full" in argv:
         argv = [argument for argument in argv if argument != "--full"]
         os.environ["TOMA_FULL"] = "1"
@@ -18,6 +26,10 @@ def main(argv: list[str]) -> int:
     # pack's root may be where an import looks.
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != FOLDER]
     os.chdir(FOLDER.parent)
+    # pytest would take the exception that a request to end raises for the failure of a test
+    for request in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, request):
+            signal.signal(getattr(signal, request), signal.SIG_DFL)
     import pytest
 
     print(f"ComfyUI: {os.environ['COMFYUI_PATH']}", flush=True)
