@@ -9,7 +9,6 @@ destination stood.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from ..toma_core.config import Scope
 from ..toma_core.plan import MergePlan, Place
 from ..toma_core.regions import Grid
 from .options import Call
-from .overrides import Override
+from .overrides import Original, Override
 from .run import Run, Site
 
 BLOCKS_PER_SITE = 10
@@ -151,6 +150,8 @@ class FluxBlock:
     """
 
     kind: str
+    parameters: tuple[str, ...]
+    """Of ``forward``, in order."""
     tokens: str
     """The parameter that holds the picture tokens."""
     ranges: str
@@ -171,15 +172,14 @@ class FluxBlock:
         self._run = run
         self._sequence = sequence
         self._follow = followers
-        self._forward = block.forward
-        self._parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+        self._forward = Original(block)
+        self._originals: dict[str, Original] = {}
         self._plan: MergePlan | None = None
         self._lead = 0
 
     def overrides(self, call: Call) -> list[Override]:
         """What the block and its modules run instead of ``forward`` during a call."""
-        # The forward of now, not of the class: another node may have put its own in place.
-        self._forward = self._block.forward
+        self._forward.look()
         scope = self._run.config.scope
         if scope is Scope.ATTENTION:
             return [(self._block, self._with_merged_attention)]
@@ -264,7 +264,9 @@ class FluxBlock:
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name, since other nodes may pass them by position."""
-        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        # No zip: torch.compile of torch 2.9 fails at one with ``strict``.
+        named = {self.parameters[place]: value for place, value in enumerate(args)}
+        return {**named, **kwargs}
 
     def _plan_for(self, arguments: dict[str, Any]) -> tuple[MergePlan | None, int, int]:
         """The plan, the text tokens in attention, and those that lead the token tensor."""
@@ -296,9 +298,14 @@ class FluxBlock:
             "transformer_options": options,
         }
 
+    def _original(self, name: str, module: nn.Module) -> Original:
+        original = self._originals.setdefault(name, Original(module))
+        original.look()
+        return original
+
     def _merged_projections(self) -> list[Override]:
         enter, leave = self._projections()
-        forward_in, forward_out = enter.forward, leave.forward
+        forward_in, forward_out = self._original("in", enter), self._original("out", leave)
 
         def merge_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
@@ -348,6 +355,10 @@ class DoubleBlock(FluxBlock):
     """A block whose picture and text are separate sequences that attend to one another."""
 
     kind = "double"
+    parameters = (
+        *("img", "txt", "vec", "pe", "attn_mask"),
+        *("modulation_dims_img", "modulation_dims_txt", "transformer_options"),
+    )
     tokens = "img"
     ranges = "modulation_dims_img"
 
@@ -359,7 +370,7 @@ class DoubleBlock(FluxBlock):
         return self._block.img_attn.qkv, self._block.img_attn.proj
 
     def _merged_feed_forward(self) -> list[Override]:
-        forward = self._block.img_mlp.forward
+        forward = self._original("mlp", self._block.img_mlp)
 
         def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
@@ -374,6 +385,7 @@ class SingleBlock(FluxBlock):
     """A block of one sequence, text first, whose feed-forward shares attention's projections."""
 
     kind = "single"
+    parameters = ("x", "vec", "pe", "attn_mask", "modulation_dims", "transformer_options")
     tokens = "x"
     ranges = "modulation_dims"
 

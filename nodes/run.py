@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..toma_core.config import MergeConfig
@@ -16,6 +18,16 @@ from ..toma_core.session import Session
 from .options import Call, CallReader
 from .overrides import Override, overriding
 from .report import Report
+
+
+def uncompiled() -> AbstractContextManager:
+    """Compiled models run as they are while it is open, where this torch knows how.
+
+    Choosing tokens within a compiled model would break its graph, and ComfyUI's model functions
+    are compiled anew in every step once their graph broke.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return set_stance("force_eager") if set_stance else nullcontext()
 
 
 class Host(Protocol):
@@ -97,6 +109,8 @@ class Run:
         self.config = config
         self.session = Session(config)
         self.report = report
+        self.chooses = False
+        self._chosen: dict[tuple[Hashable, ...], Epoch] = {}
         self._schedule = schedule
         self._make_host = make_host
         self._hosts: dict[int, Host] = {}
@@ -112,6 +126,9 @@ class Run:
             host = self._hosts[id(model)] = self._make_host(model, self)
         for site in host.sites:
             site.begin(call.conditions, epoch)
+        # The first call of an epoch makes its plans.
+        self.chooses = self._chosen.get(call.conditions) != epoch
+        self._chosen[call.conditions] = epoch
         return host.overrides(call)
 
 
@@ -150,7 +167,8 @@ class SamplingRun:
             overrides = run.overrides(model, call, epoch)
             active = run
         is_new_step = self._time(call.sigma, active)
-        with overriding(overrides):
+        chooses = active is not None and active.chooses
+        with overriding(overrides), uncompiled() if chooses else nullcontext():
             result = executor(*args, **kwargs)
         if is_new_step and active is not None:
             active.report.show()

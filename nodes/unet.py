@@ -6,7 +6,7 @@ Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..toma_core.config import Scope
 from ..toma_core.plan import MergePlan, Place
 from .options import Call
-from .overrides import Override
+from .overrides import Original, Override
 from .run import Run, Site
 
 PATCH_POINTS = (
@@ -108,13 +108,18 @@ class UNetBlock:
         self._name = f"{place[0]} {place[1]}.{place[2]}"
         self._site = site
         self._run = run
-        self._forward = block.forward
+        self._forward = Original(block)
+        self._modules = {
+            name: Original(module)
+            for name in ("attn1", "attn2", "ff")
+            if (module := getattr(block, name)) is not None
+        }
         self._plan: MergePlan | None = None
 
     def overrides(self, call: Call) -> list[Override]:
         """What the block and its modules run instead of ``forward`` during a call."""
-        # The forward of now, not of the class: another node may have put its own in place.
-        self._forward = self._block.forward
+        for original in (self._forward, *self._modules.values()):
+            original.look()
         scope = self._run.config.scope
         if scope is Scope.BLOCK and self._is_patched(call):
             self._run.report.aside(
@@ -125,12 +130,12 @@ class UNetBlock:
             return [(self._block, self._merge_block)]
         overrides: list[Override] = [
             (self._block, self._with_plan),
-            (self._block.attn1, self._merged_attention(self._block.attn1)),
+            (self._block.attn1, self._merged_attention("attn1")),
         ]
         if scope is Scope.MODULES:
             if self._block.attn2 is not None:
-                overrides.append((self._block.attn2, self._merged_attention(self._block.attn2)))
-            overrides.append((self._block.ff, self._merged_feed_forward(self._block.ff)))
+                overrides.append((self._block.attn2, self._merged_attention("attn2")))
+            overrides.append((self._block.ff, self._merged_feed_forward()))
         return overrides
 
     def _is_patched(self, call: Call) -> bool:
@@ -143,9 +148,8 @@ class UNetBlock:
         )
 
     def _plan_for(self, x: Tensor, args: tuple, kwargs: dict[str, Any]) -> MergePlan | None:
-        # Passed by name; by position it is the only mapping.
-        options = kwargs.get("transformer_options")
-        options = options or next((arg for arg in args if isinstance(arg, Mapping)), {})
+        # Passed by name; by position they follow the context.
+        options = kwargs.get("transformer_options") or (args[1] if len(args) > 1 else {})
         shape = options.get("activations_shape")
         if shape is None or len(shape) != 4:
             self._run.report.aside("this ComfyUI does not tell the size of the token grid")
@@ -168,9 +172,9 @@ class UNetBlock:
         finally:
             self._plan = None
 
-    def _merged_attention(self, module: nn.Module) -> Any:
-        forward = module.forward
-        attends_itself = module is self._block.attn1 and not self._block.disable_self_attn
+    def _merged_attention(self, name: str) -> Any:
+        forward = self._modules[name]
+        attends_itself = name == "attn1" and not self._block.disable_self_attn
 
         def attention(x: Tensor, context: Any = None, value: Any = None, **kwargs: Any) -> Tensor:
             plan = self._plan
@@ -190,8 +194,8 @@ class UNetBlock:
 
         return attention
 
-    def _merged_feed_forward(self, module: nn.Module) -> Any:
-        forward = module.forward
+    def _merged_feed_forward(self) -> Any:
+        forward = self._modules["ff"]
 
         def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan

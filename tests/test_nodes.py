@@ -60,6 +60,8 @@ def classes():
     """The node classes that ComfyUI's loader registers for the pack."""
     import nodes
 
+    for name in INPUTS:
+        nodes.NODE_CLASS_MAPPINGS.pop(name, None)
     known = set(nodes.NODE_CLASS_MAPPINGS)
     assert asyncio.run(nodes.load_custom_node(str(ROOT)))
     return {name: node for name, node in nodes.NODE_CLASS_MAPPINGS.items() if name not in known}
