@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +22,38 @@ from .overrides import Override, overriding
 from .report import Report
 
 
-def uncompiled() -> AbstractContextManager:
+class _Uncompiled:
     """Compiled models run as they are while it is open, where this torch knows how.
 
     Choosing tokens within a compiled model would break its graph, and ComfyUI's model functions
-    are compiled anew in every step once their graph broke.
+    are compiled anew in every step once their graph broke. The stance is the process's: threads of
+    several devices open it together, and the last one to close it puts back what was there.
     """
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return set_stance("force_eager") if set_stance else nullcontext()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            # Nothing is compiled where the compiler was never imported, which takes seconds.
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                set_stance = getattr(torch.compiler, "set_stance", None)
+                if set_stance is not None:
+                    self._stance = set_stance("force_eager")
+                    self._stance.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0 and self._stance is not None:
+                self._stance.__exit__(*error)
+                self._stance = None
+
+
+UNCOMPILED = _Uncompiled()
 
 
 class Host(Protocol):
@@ -131,6 +157,12 @@ class Run:
         self._chosen[call.conditions] = epoch
         return host.overrides(call)
 
+    def close(self) -> None:
+        """Say what happened, and drop every plan at once: hosts and the run know one another."""
+        self.report.close()
+        self._hosts.clear()
+        self._chosen.clear()
+
 
 class SamplingRun:
     """The runs of every node on one model: a later node takes over within its own range.
@@ -168,7 +200,7 @@ class SamplingRun:
             active = run
         is_new_step = self._time(call.sigma, active)
         chooses = active is not None and active.chooses
-        with overriding(overrides), uncompiled() if chooses else nullcontext():
+        with overriding(overrides), UNCOMPILED if chooses else nullcontext():
             result = executor(*args, **kwargs)
         if is_new_step and active is not None:
             active.report.show()
@@ -189,6 +221,6 @@ class SamplingRun:
     def close(self) -> None:
         """Say what happened, drop every plan, and let calls of leftover wrappers pass."""
         for run in self._runs:
-            run.report.close()
+            run.close()
         self._runs.clear()
         self._step = None
