@@ -88,7 +88,8 @@ def test_twenty_runs_of_alternating_sizes_leave_no_tensor(kind, scope, patterns)
         run_or_cancel(patched, size, cancel if number == 10 else None)
         if number in (9, 10, 19):
             counts.append(live_tensors())
-    assert counts == [before] * 3
+    # Fewer is no growth: what earlier tests left may go in the meantime.
+    assert max(counts) <= before
     assert len(patterns) > 100
     assert [each for each in patterns if each() is not None] == []
 

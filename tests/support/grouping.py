@@ -28,6 +28,7 @@ def grouping(*pattern: str) -> Iterator[list[tuple[int, list[int]]]]:
     # Whom the core asks depends on the version: the MODEL, before that the module.
     patcher = comfy.model_patcher.ModelPatcher
     asked = patcher if hasattr(patcher, "get_free_memory") else comfy.model_management
+    arguments = 2 if asked is patcher else 1
     true_memory = asked.get_free_memory
     calc, apply = comfy.samplers._calc_cond_batch, comfy.model_base.BaseModel._apply_model
 
@@ -40,7 +41,8 @@ def grouping(*pattern: str) -> Iterator[list[tuple[int, list[int]]]]:
             predicting = False
 
     def free_memory(*args, **kwargs):
-        if not predicting:
+        # Attention asks too, within a prediction: for more than a number.
+        if not predicting or kwargs or len(args) > arguments:
             return true_memory(*args, **kwargs)
         return PLENTY if pattern[evaluation % len(pattern)] == JOINT else 0
 
