@@ -73,24 +73,31 @@ def steps_of(work: Work, patched: Any, config: Any) -> Iterator[Callable[[int], 
         run.close()
 
 
-def tflop(shape: Shape, size: int, batch: int, patch: Callable[[Any], Any], config: Any) -> float:
+def tflop(work: Work, patch: Callable[[Any], Any], config: Any) -> float:
     """TFLOP of a call, averaged over an interval, counted on a model without memory.
+
+    A method that merges as many tokens as are alike can only be counted on the tokens themselves.
 
     Args:
         patch: takes a MODEL and returns the patched one.
     """
+    shapes = make_work(work.shape, shapes_only(work.shape), work.size, work.batch)
+    try:
+        return _counted(shapes, patch, config)
+    except NotImplementedError:  # what torch raises where shapes depend on data
+        return _counted(work, patch, config)
+
+
+def _counted(work: Work, patch: Callable[[Any], Any], config: Any) -> float:
     from comfy.ldm.modules.attention import attention_pytorch
 
     def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Attention in the form that the FLOP counter knows."""
         return attention_pytorch(*args, **kwargs)
 
-    model = shapes_only(shape)
-    patched = patch(model.clone())
-    patched.model_options.setdefault("transformer_options", {})["optimized_attention_override"] = (
-        sdpa
-    )
-    work = make_work(shape, patched, size, batch)
+    patched = patch(work.model.clone())
+    options = patched.model_options.setdefault("transformer_options", {})
+    options["optimized_attention_override"] = sdpa
     total = 0.0
     with steps_of(work, patched, config) as step:
         for number, share in sorted(typical_steps(config).items()):
@@ -113,7 +120,7 @@ class Stock:
         self.work, self.clock = work, clock
         with steps_of(work, work.model, None) as step:  # warms up, too
             self.peak, self.output = peak_mib(lambda: step(0), work)
-        self.tflop = tflop(work.shape, work.size, work.batch, lambda model: model, None)
+        self.tflop = tflop(work, lambda model: model, None)
 
     def seconds(self) -> float:
         """Time of one call."""
@@ -172,7 +179,7 @@ def measure(
             for name, seconds in timer.seconds().items():
                 parts[name] += share * seconds
     seconds, stock_seconds = statistics.median(times), statistics.median(stock_times)
-    counted = tflop(work.shape, work.size, work.batch, patch, config)
+    counted = tflop(work, patch, config)
     speedup, bound = stock_seconds / seconds, stock.tflop / counted
     row = Row(
         work.shape.name,
