@@ -8,9 +8,9 @@ destination stood.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
 from ..toma_core.config import Scope
+from ..toma_core.detail import Carry, take_rows
+from ..toma_core.merge import CarryPlan
 from ..toma_core.plan import MergePlan, Place
 from ..toma_core.regions import Grid
+from .attention import with_all_keys, with_attention
 from .options import Call
 from .overrides import Original, Override
 from .run import Run, Site
@@ -97,6 +100,14 @@ class Sequence:
         self.grids, self.text = grids, text
 
 
+class Keys(Enum):
+    """Which keys a mask is for."""
+
+    WHOLE = "of all tokens"
+    MERGED = "of the tokens left"
+    REORDERED = "of the tokens left, then of those merged away"
+
+
 class Followers:
     """Tensors that belong to tokens, cut down to the tokens that are left.
 
@@ -108,33 +119,45 @@ class Followers:
 
     def rotary(self, plan: MergePlan, pe: Tensor | None, prefix: int) -> Tensor | None:
         """``(batch or 1, 1, tokens, ...)`` -> ``(batch, 1, tokens left, ...)``."""
-        return None if pe is None else self._follow("rotary", plan, pe, prefix, (2,))
+        if pe is None:
+            return None
+        return self._follow("rotary", plan, pe, lambda: {2: _left(plan, prefix)})
 
-    def mask(
-        self, plan: MergePlan, mask: Tensor | None, prefix: int, keys: bool = True
-    ) -> Tensor | None:
-        """``(..., queries or 1, keys)`` -> the same of the tokens left, per sample.
-
-        Keys stay whole without ``keys``.
-        """
+    def mask(self, plan: MergePlan, mask: Tensor | None, prefix: int, keys: Keys) -> Tensor | None:
+        """``(..., queries or 1, keys)`` -> the same of the tokens left, per sample."""
         if mask is None:
             return None
-        axes = ((-2,) if mask.shape[-2] > 1 else ()) + ((-1,) if keys else ())
-        return self._follow("mask", plan, mask, prefix, axes)
+
+        def order() -> dict[int, Tensor]:
+            left = _left(plan, prefix)
+            order = {-2: left} if mask.shape[-2] > 1 else {}
+            if keys is Keys.REORDERED:
+                assert isinstance(plan, CarryPlan)  # no other has sources
+                order[-1] = torch.cat((left, plan.source_index + prefix), 1)
+            elif keys is Keys.MERGED:
+                order[-1] = left
+            return order
+
+        return self._follow(f"mask, keys {keys.value}", plan, mask, order)
 
     def _follow(
-        self, name: str, plan: MergePlan, x: Tensor, prefix: int, axes: tuple[int, ...]
+        self, name: str, plan: MergePlan, x: Tensor, order: Callable[[], dict[int, Tensor]]
     ) -> Tensor:
+        """``x`` along each axis by its index of ``order``, cut once per plan."""
         source, made_for, cut = self._cut.get(name, (None, None, None))
         if cut is None or source is not x or made_for is not plan:
-            positions = plan.positions() + prefix
-            text = torch.arange(prefix, device=x.device).expand(plan.batch, prefix)
-            left = torch.cat((text, positions), 1)
             cut = x[None] if x.ndim == 2 else x
-            for axis in axes:
-                cut = _take(cut, left, axis)
+            for axis, index in order().items():
+                cut = take_rows(cut, index, axis)
             self._cut[name] = (x, plan, cut)
         return cut
+
+
+def _left(plan: MergePlan, prefix: int) -> Tensor:
+    """``(batch, prefix + merged)`` tokens of the sequence that are left."""
+    positions = plan.positions() + prefix
+    text = torch.arange(prefix, device=positions.device).expand(plan.batch, prefix)
+    return torch.cat((text, positions), 1)
 
 
 class FluxBlock:
@@ -174,7 +197,7 @@ class FluxBlock:
         self._follow = followers
         self._forward = Original(block)
         self._originals: dict[str, Original] = {}
-        self._plan: MergePlan | None = None
+        self._carry: Carry | None = None
         self._lead = 0
 
     def overrides(self, call: Call) -> list[Override]:
@@ -217,20 +240,25 @@ class FluxBlock:
         arguments = self._bind(args, kwargs)
         plan, text, lead = self._plan_for(arguments)
         ranges = arguments.get(self.ranges)
-        if plan is not None and ranges is not None:
-            arguments[self.ranges] = merged_ranges(plan, ranges, lead)
-            if arguments[self.ranges] is None:
-                self._run.report.aside("modulation ranges cut through a picture", self._name)
-                plan, arguments[self.ranges] = None, ranges
+        merged_to = None if plan is None or ranges is None else merged_ranges(plan, ranges, lead)
+        if plan is not None and ranges is not None and merged_to is None:
+            self._run.report.aside("modulation ranges cut through a picture", self._name)
+            plan = None
         if plan is None:
             return self._forward(**arguments)
+        carry = self._site.carry(self._name, plan)
+        if merged_to is not None and not carry.is_whole:
+            arguments[self.ranges] = merged_to
         whole = arguments[self.tokens]
-        merged = plan.merge(whole[:, lead:])
+        merged = carry.take(whole[:, lead:])
         # A copy even without text: the block adds to its input in place.
         arguments[self.tokens] = torch.cat((whole[:, :lead], merged), 1)
-        result = self._forward(**self._followed(arguments, plan, text))
+        result = self._forward(**self._followed(arguments, carry, text))
         tokens = result[0] if isinstance(result, tuple) else result
-        image = whole[:, lead:] + plan.unmerge(tokens[:, lead:] - merged)
+        change = carry.give(tokens[:, lead:] - merged)
+        if carry.is_whole:
+            return result
+        image = whole[:, lead:] + change
         tokens = torch.cat((tokens[:, :lead], image), 1) if lead else image
         return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
 
@@ -240,7 +268,8 @@ class FluxBlock:
         plan, text, lead = self._plan_for(arguments)
         if plan is None:
             return self._forward(**arguments)
-        return self._with_plan(plan, lead, self._followed(arguments, plan, text))
+        carry = self._site.carry(f"{self._name} attention", plan)
+        return self._with_carry(carry, lead, self._followed(arguments, carry, text))
 
     def _with_merged_attention(self, *args: Any, **kwargs: Any) -> Any:
         """The block on whole tokens, its attention product (and feed-forward) on merged ones."""
@@ -248,17 +277,18 @@ class FluxBlock:
         plan, text, lead = self._plan_for(arguments)
         if plan is None:
             return self._forward(**arguments)
+        carry = self._site.carry(f"{self._name} attention", plan)
         arguments["transformer_options"] = self._attention_options(
-            plan, text, arguments.get("transformer_options")
+            carry, text, arguments.get("transformer_options")
         )
-        return self._with_plan(plan, lead, arguments)
+        return self._with_carry(carry, lead, arguments)
 
-    def _with_plan(self, plan: MergePlan, lead: int, arguments: dict[str, Any]) -> Any:
-        self._plan, self._lead = plan, lead
+    def _with_carry(self, carry: Carry, lead: int, arguments: dict[str, Any]) -> Any:
+        self._carry, self._lead = carry, lead
         try:
             return self._forward(**arguments)
         finally:
-            self._plan = None
+            self._carry = None
 
     # Pieces of them.
 
@@ -284,17 +314,23 @@ class FluxBlock:
         plan = self._site.plan(tokens[:, lead:], self._sequence.grids, self._name)
         return plan, text, lead
 
-    def _followed(self, arguments: dict[str, Any], plan: MergePlan, text: int) -> dict[str, Any]:
+    def _followed(self, arguments: dict[str, Any], carry: Carry, text: int) -> dict[str, Any]:
         """The arguments with all that belongs to tokens cut down to those that are left."""
+        plan = carry.plan
         options = dict(arguments.get("transformer_options") or {})
+        if carry.sees_all_keys:
+            options = with_all_keys(options, carry, text)
+        if carry.is_whole:
+            return {**arguments, "transformer_options": options}
         if "img_slice" in options:
             options["img_slice"] = [text, text + plan.merged]
         if "reference_image_num_tokens" in options:
             options["reference_image_num_tokens"] = list(plan.merged_per_grid[1:])
+        keys = Keys.REORDERED if carry.sees_all_keys else Keys.MERGED
         return {
             **arguments,
             "pe": self._follow.rotary(plan, arguments.get("pe"), text),
-            "attn_mask": self._follow.mask(plan, arguments.get("attn_mask"), text),
+            "attn_mask": self._follow.mask(plan, arguments.get("attn_mask"), text, keys),
             "transformer_options": options,
         }
 
@@ -308,26 +344,26 @@ class FluxBlock:
         forward_in, forward_out = self._original("in", enter), self._original("out", leave)
 
         def merge_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            return forward_in(x if plan is None else plan.merge(x, self._lead), *args, **kwargs)
+            carry = self._carry
+            return forward_in(x if carry is None else carry.take(x, self._lead), *args, **kwargs)
 
         def unmerge_after(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
+            carry = self._carry
             y = forward_out(x, *args, **kwargs)
-            return y if plan is None else plan.unmerge(y, self._lead)
+            return y if carry is None else carry.give(y, self._lead)
 
         return [(enter, merge_first), (leave, unmerge_after)]
 
     def _attention_options(
-        self, plan: MergePlan, text: int, options: Mapping[str, Any] | None
+        self, carry: Carry, text: int, options: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Options whose attention merges queries, keys and values and unmerges the result."""
-        options = dict(options or {})
-        inner = options.get("optimized_attention_override")
+        plan = carry.plan
         total = text + plan.tokens
+        queries_only = self._run.config.merge_queries_only or carry.sees_all_keys
 
         def attention(
-            function: Callable,
+            run: Callable[..., Tensor],
             q: Tensor,
             k: Tensor,
             v: Tensor,
@@ -335,20 +371,21 @@ class FluxBlock:
             *args: Any,
             **kwargs: Any,
         ) -> Tensor:
-            run = function if inner is None else functools.partial(inner, function)
             if args or q.shape[2] != total or not kwargs.get("skip_reshape"):
                 return run(q, k, v, heads, *args, **kwargs)
+            if carry.is_whole:
+                return carry.give(run(q, k, v, heads, **kwargs), text)
             # Keys that another node added to are no picture of ours: only queries merge.
-            merge_keys = k.shape[2] == total and not self._run.config.merge_queries_only
-            mask = self._follow.mask(plan, kwargs.get("mask"), text, merge_keys)
+            merge_keys = k.shape[2] == total and not queries_only
+            keys = Keys.MERGED if merge_keys else Keys.WHOLE
+            mask = self._follow.mask(plan, kwargs.get("mask"), text, keys)
             if merge_keys:
                 k, v = _merge_heads(plan, k, text), _merge_heads(plan, v, text)
                 mask = plan.hide_padding(mask, q.dtype, text)
             kwargs["mask"] = mask
-            return plan.unmerge(run(_merge_heads(plan, q, text), k, v, heads, **kwargs), text)
+            return carry.give(run(_merge_heads(plan, q, text), k, v, heads, **kwargs), text)
 
-        options["optimized_attention_override"] = attention
-        return options
+        return with_attention(options, attention)
 
 
 class DoubleBlock(FluxBlock):
@@ -373,10 +410,10 @@ class DoubleBlock(FluxBlock):
         forward = self._original("mlp", self._block.img_mlp)
 
         def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            if plan is None:
+            if self._carry is None:
                 return forward(x, *args, **kwargs)
-            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
+            carry = self._site.carry(f"{self._name} mlp", self._carry.plan)
+            return carry.give(forward(carry.take(x), *args, **kwargs))
 
         return [(self._block.img_mlp, feed_forward)]
 
@@ -427,18 +464,3 @@ def _merge_heads(plan: MergePlan, x: Tensor, prefix: int) -> Tensor:
     heads = x.shape[1]
     merged = plan.merge(x.transpose(1, 2).flatten(2), prefix)
     return merged.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-def _take(x: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Rows of ``x`` along ``axis`` by an index of its own for every sample.
-
-    Args:
-        x: ``(batch or 1, ...)``.
-        index: ``(batch, left)``.
-    """
-    batch, left = index.shape
-    x = x.expand(batch, *x.shape[1:]).movedim(axis, 1)
-    length = x.shape[1]
-    first = torch.arange(batch, device=x.device)[:, None] * length
-    taken = x.flatten(0, 1).index_select(0, (index + first).flatten())
-    return taken.unflatten(0, (batch, left)).movedim(1, axis)

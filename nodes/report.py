@@ -27,6 +27,7 @@ class Report:
         self._method = method
         self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
+        self._ran_whole = False
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def merged(self, block: str, before: int, after: int) -> None:
@@ -35,6 +36,10 @@ class Report:
         same = known is not None and known[0] == before
         least, most = known[1:] if same else (after, after)
         self._merged[block] = (before, min(least, after), max(most, after))
+
+    def whole(self) -> None:
+        """Note that blocks ran whole, to keep what the next steps would lose."""
+        self._ran_whole = True
 
     def aside(self, reason: str, block: str = "") -> None:
         """Note that a block (or all, without a name) worked unmerged, wholly or in part."""
@@ -57,6 +62,8 @@ class Report:
         """One line: what merged and how fast, or why nothing did."""
         if not self._merged:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
+            if self._ran_whole:
+                reason = "with keep_detail every step of so short a run stays whole"
             return f"Inactive on {self._subject}: {reason}."
         parts = []
         counts = Counter(before for before, _, _ in self._merged.values())

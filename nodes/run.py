@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..toma_core.config import MergeConfig
+from ..toma_core.detail import Carry
 from ..toma_core.plan import MergePlan, Place
 from ..toma_core.regions import Grid
 from ..toma_core.schedule import Epoch, Schedule
-from ..toma_core.session import Session
+from ..toma_core.session import Held, Session
 from .options import Call, CallReader
 from .overrides import Override, overriding
 from .report import Report
@@ -82,12 +83,12 @@ class Site:
         self._place = place
         self._conditions: tuple[Hashable, ...] = ()
         self._epoch: Epoch | None = None
-        self._plan: MergePlan | None = None
+        self._held: Held | None = None
 
     def begin(self, conditions: tuple[Hashable, ...], epoch: Epoch) -> None:
         """Take up the plan that still stands for a call, if there is one."""
         self._conditions, self._epoch = conditions, epoch
-        self._plan = self._run.session.held(self._place, conditions, epoch)
+        self._held = self._run.session.held(self._place, conditions, epoch)
 
     def plan(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
         """The plan for tokens ``x`` ``(batch, tokens, channels)`` of ``grids``.
@@ -95,19 +96,32 @@ class Site:
         None where ``block`` must stay whole: too few tokens, none alike enough, or a sequence that
         is not these grids; the report says which.
         """
-        plan = self._plan
-        if plan is None or plan.grids != grids or not plan.fits(x):
-            plan = self._make(x, grids, block)
-            self._plan = plan
-        if plan is None:
+        held = self._held
+        if held is None or held.plan.grids != grids or not held.plan.fits(x):
+            held = self._held = self._make(x, grids, block)
+        if held is None:
             return None
-        if plan.is_identity:
+        if held.plan.is_identity:
             self._run.report.aside("no two tokens were alike enough", block)
             return None
-        self._run.report.merged(block, plan.tokens, plan.merged)
-        return plan
+        if held.is_new and held.memory is not None:
+            self._run.report.whole()
+        else:
+            self._run.report.merged(block, held.plan.tokens, held.plan.merged)
+        return held.plan
 
-    def _make(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> MergePlan | None:
+    def carry(self, name: str, plan: MergePlan) -> Carry:
+        """The way of one function of tokens, whose plan is ``plan``, to merged tokens and back.
+
+        Args:
+            name: of the function, the same at every call.
+            plan: that ``plan`` gave for this call.
+        """
+        held = self._held
+        assert held is not None  # it holds the plan
+        return Carry(plan, name, held.memory, held.is_new)
+
+    def _make(self, x: Tensor, grids: tuple[Grid, ...], block: str) -> Held | None:
         run, epoch = self._run, self._epoch
         layout = run.session.layout(grids, x.device)
         if layout.tokens != x.shape[1] or x.shape[0] % len(self._conditions) or epoch is None:

@@ -15,7 +15,9 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
 from torch import Tensor, nn
 
 from ..toma_core.config import Scope
+from ..toma_core.detail import Carry
 from ..toma_core.plan import MergePlan, Place
+from .attention import with_all_keys
 from .options import Call
 from .overrides import Original, Override
 from .run import Run, Site
@@ -115,6 +117,7 @@ class UNetBlock:
             if (module := getattr(block, name)) is not None
         }
         self._plan: MergePlan | None = None
+        self._carry: Carry | None = None
 
     def overrides(self, call: Call) -> list[Override]:
         """What the block and its modules run instead of ``forward`` during a call."""
@@ -127,8 +130,11 @@ class UNetBlock:
             )
             scope = Scope.MODULES
         if scope is Scope.BLOCK:
-            return [(self._block, self._merge_block)]
-        overrides: list[Override] = [
+            overrides: list[Override] = [(self._block, self._merge_block)]
+            if self._run.config.keep_detail and not self._block.disable_self_attn:
+                overrides.append((self._block.attn1, self._attention_to_all_keys))
+            return overrides
+        overrides = [
             (self._block, self._with_plan),
             (self._block.attn1, self._merged_attention("attn1")),
         ]
@@ -161,8 +167,22 @@ class UNetBlock:
         plan = self._plan_for(x, args, kwargs)
         if plan is None:
             return self._forward(x, *args, **kwargs)
-        merged = plan.merge(x)
-        return x + plan.unmerge(self._forward(merged, *args, **kwargs) - merged)
+        self._carry = carry = self._site.carry(self._name, plan)
+        try:
+            tokens = carry.take(x)
+            result = self._forward(tokens, *args, **kwargs)
+        finally:
+            self._carry = None
+        change = carry.give(result - tokens)
+        return result if carry.is_whole else x + change
+
+    def _attention_to_all_keys(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Self-attention of a block on merged tokens, which kept the keys of all others."""
+        forward = self._modules["attn1"]
+        if self._carry is None or kwargs.get("mask") is not None:
+            return forward(x, *args, **kwargs)
+        options = with_all_keys(kwargs.get("transformer_options"), self._carry)
+        return forward(x, *args, **{**kwargs, "transformer_options": options})
 
     def _with_plan(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block on whole tokens, with a plan for its modules."""
@@ -172,25 +192,33 @@ class UNetBlock:
         finally:
             self._plan = None
 
+    def _carry_of(self, module: str, x: Tensor) -> Carry | None:
+        plan = self._plan
+        if plan is None or not plan.fits(x):
+            return None
+        return self._site.carry(f"{self._name} {module}", plan)
+
     def _merged_attention(self, name: str) -> Any:
         forward = self._modules[name]
         attends_itself = name == "attn1" and not self._block.disable_self_attn
+        queries_only = self._run.config.merge_queries_only
 
         def attention(x: Tensor, context: Any = None, value: Any = None, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            if plan is None or not plan.fits(x) or kwargs.get("mask") is not None:
+            carry = None if kwargs.get("mask") is not None else self._carry_of(name, x)
+            if carry is None:
                 return forward(x, context=context, value=value, **kwargs)
-            merged = plan.merge(x)
+            merged = carry.take(x)
             if attends_itself:
                 context = x if context is None else context
-            if attends_itself and not self._run.config.merge_queries_only and plan.fits(context):
+            keys_merge = attends_itself and not queries_only and not carry.sees_all_keys
+            if keys_merge and carry.plan.fits(context):
                 # Keys and values of the picture itself merge with the queries; whatever another
                 # node put in their place stays whole.
-                context = merged if context is x else plan.merge(context)
-                value = merged if value is x else _merge_if_fits(plan, value)
-                mask = plan.hide_padding(None, merged.dtype)
+                value = merged if value is x else _merge_if_fits(carry.plan, value)
+                context = merged if context is x else carry.plan.merge(context)
+                mask = carry.plan.hide_padding(None, merged.dtype)
                 kwargs = kwargs if mask is None else {**kwargs, "mask": mask}
-            return plan.unmerge(forward(merged, context=context, value=value, **kwargs))
+            return carry.give(forward(merged, context=context, value=value, **kwargs))
 
         return attention
 
@@ -198,10 +226,10 @@ class UNetBlock:
         forward = self._modules["ff"]
 
         def feed_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            if plan is None or not plan.fits(x):
+            carry = self._carry_of("ff", x)
+            if carry is None:
                 return forward(x, *args, **kwargs)
-            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
+            return carry.give(forward(carry.take(x), *args, **kwargs))
 
         return feed_forward
 

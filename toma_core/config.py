@@ -80,6 +80,9 @@ class MergeConfig:
         selection_steps: steps of a run of 50 at which destinations are chosen, scaled to the run;
             empty for every ``reuse_interval`` steps.
         weight_interval: sampling steps for which merge weights are kept.
+        keep_detail: blocks run whole at the steps at which destinations are chosen, and what
+            merging would lose is kept and added back until the next choice (``detail.py``);
+            weights are kept as long.
         start_percent, end_percent: part of the sampling range in which tokens merge, 0 to 1.
         temperature: tau of the assignment softmax; near 0 every token follows one destination.
         merge_queries_only: in self-attention, keys and values stay whole.
@@ -96,6 +99,7 @@ class MergeConfig:
     reuse_interval: int = 5
     selection_steps: tuple[int, ...] = ()
     weight_interval: int = 3
+    keep_detail: bool = False
     start_percent: float = 0.0
     end_percent: float = 1.0
     temperature: float = 1e-3
@@ -124,6 +128,11 @@ class MergeConfig:
             raise ValueError(
                 f"{what} works on self-attention alone, got scope {self.scope.value}. "
                 "Set scope to attention."
+            )
+        if self.matching and self.keep_detail:
+            raise ValueError(
+                f"keep_detail works with ToMA alone, got method {self.method.value}. "
+                "Switch keep_detail off."
             )
         if self.matching and self.ratio > MAX_MATCHED_RATIO:
             raise ValueError(

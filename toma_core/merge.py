@@ -4,12 +4,16 @@ With A the ``(destinations, tokens)`` assignment whose columns sum to 1:
 
 * merge:   ``X_m = A~ X`` with ``A~ = A / rowsum(A)``, every destination the mean of its group;
 * unmerge: ``Y = A^T Y_m``, which for a hard assignment is exactly the pseudo-inverse of ``A~``.
+
+Where detail is kept (``detail.py``), merging picks the destinations and unmerging carries their
+change to the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,19 +23,18 @@ from .regions import Grid, RegionLayout
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan(MergePlan):
-    """ToMA's pattern of merging: two small matrices per region.
+class RegionPlan(MergePlan):
+    """A pattern of merging within regions, towards destinations in each.
 
     Attributes:
         layout: the regions that the maps work in.
         destinations: ``(batch, regions, kept)`` picked places within each region.
-        merge_weights: ``(batch, regions, kept, size)`` A~ in the model's dtype.
-        unmerge_weights: ``(batch, regions, size, kept)`` A transposed, in the model's dtype.
+        unmerge_weights: ``(batch, regions, size, kept)`` how a token follows the destinations of
+            its region, in the model's dtype.
     """
 
     layout: RegionLayout
     destinations: Tensor
-    merge_weights: Tensor
     unmerge_weights: Tensor
 
     @property
@@ -45,10 +48,6 @@ class LinearPlan(MergePlan):
     @property
     def merged_per_grid(self) -> tuple[int, ...]:
         return self.layout.merged_per_grid
-
-    def merge_image(self, x: Tensor) -> Tensor:
-        regions = self.layout.split(x)
-        return self.layout.compact(self.merge_weights.to(x.dtype) @ regions)
 
     def unmerge_image(self, y: Tensor) -> Tensor:
         slots = self.layout.expand(y)
@@ -67,12 +66,74 @@ class LinearPlan(MergePlan):
         slots = self.unmerge_weights.argmax(-1, keepdim=True) + first[:, None, None]
         return layout.slot_of[layout.join(slots).squeeze(-1)]
 
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan(RegionPlan):
+    """ToMA's pattern of merging: two small matrices per region.
+
+    Attributes:
+        merge_weights: ``(batch, regions, kept, size)`` A~ in the model's dtype; the unmerge
+            weights are A transposed.
+    """
+
+    merge_weights: Tensor
+
+    def merge_image(self, x: Tensor) -> Tensor:
+        regions = self.layout.split(x)
+        return self.layout.compact(self.merge_weights.to(x.dtype) @ regions)
+
     def joined(self, others: Sequence[LinearPlan]) -> LinearPlan:
         plans = (self, *others)
         return LinearPlan(
             self.layout,
             torch.cat([plan.destinations for plan in plans]),
+            torch.cat([plan.unmerge_weights for plan in plans]),
             torch.cat([plan.merge_weights for plan in plans]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CarryPlan(RegionPlan):
+    """A pattern in which destinations stand for themselves and carry their change to the rest.
+
+    Merging picks the destinations as they are: a mean of noisy tokens has less noise than the model
+    expects. A destination unmerges to exactly itself; every other token, a source, follows its
+    destinations as far as it is like them (weights times cosine), and ``detail.py`` keeps the rest.
+    """
+
+    def merge_image(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).index_select(0, self._kept_rows)
+        return rows.unflatten(0, (self.batch, -1))
+
+    def add_to_sources(self, x: Tensor, detail: Tensor) -> Tensor:
+        """``x`` ``(batch, tokens, channels)`` with ``detail`` added to its sources, in order."""
+        rows = x.flatten(0, 1)
+        index = self._rows(self.source_index)
+        sources = rows.index_select(0, index) + detail.flatten(0, 1)
+        return rows.index_copy(0, index, sources).unflatten(0, (self.batch, -1))
+
+    @cached_property
+    def source_index(self) -> Tensor:
+        """``(batch, tokens - merged)`` tokens that merge away, rising."""
+        is_kept = torch.zeros(
+            self.batch, self.tokens, dtype=torch.long, device=self.destinations.device
+        ).scatter(1, self.positions(), 1)
+        return is_kept.argsort(dim=1, stable=True)[:, : self.tokens - self.merged]
+
+    @cached_property
+    def _kept_rows(self) -> Tensor:
+        return self._rows(self.positions())
+
+    def _rows(self, index: Tensor) -> Tensor:
+        """Tokens of every sample as rows of all samples in one, flat."""
+        first = torch.arange(self.batch, device=index.device) * self.tokens
+        return (index + first[:, None]).flatten()
+
+    def joined(self, others: Sequence[CarryPlan]) -> CarryPlan:
+        plans = (self, *others)
+        return CarryPlan(
+            self.layout,
+            torch.cat([plan.destinations for plan in plans]),
             torch.cat([plan.unmerge_weights for plan in plans]),
         )
 
@@ -91,18 +152,48 @@ def assign(
         temperature: tau.
         dtype: dtype in which the maps will be applied.
     """
-    first = torch.arange(x.shape[0] * layout.regions, device=x.device) * layout.size
-    picked = (destinations.reshape(-1, layout.kept) + first[:, None]).flatten()
-    rows = x.reshape(-1, x.shape[-1]).index_select(0, picked).reshape(*destinations.shape, -1)
-    own = torch.arange(layout.size, device=x.device) == destinations[..., None]
-    # A destination belongs to its own group, even where it is a zero token.
-    scores = (rows @ x.transpose(-1, -2)).masked_fill(own, 1.0) / temperature
-    unused = torch.arange(layout.kept, device=x.device) >= layout.counts[:, None]
-    scores = scores.masked_fill(unused[:, :, None], -torch.inf)
-    assignment = scores.softmax(-2).masked_fill(~layout.valid[:, None, :], 0.0)
+    assignment = _assignment(_cosine(x, layout, destinations), layout, temperature)
     size = assignment.sum(-1, keepdim=True)
     # Only an unused slot has an empty group: it stays zero instead of 0 / 0.
     merge = assignment / size.masked_fill(size == 0, 1.0)
-    return LinearPlan(
-        layout, destinations, merge.to(dtype), assignment.transpose(-1, -2).contiguous().to(dtype)
-    )
+    return LinearPlan(layout, destinations, assignment.mT.contiguous().to(dtype), merge.to(dtype))
+
+
+def carry(
+    x: Tensor, layout: RegionLayout, destinations: Tensor, temperature: float, dtype: torch.dtype
+) -> CarryPlan:
+    """Weights by which destinations carry their change to the other tokens.
+
+    Those of ``assign`` times the cosine of token and destination, which is how much of a change
+    alike tokens share; a destination follows itself alone. Arguments are those of ``assign``.
+    """
+    cosine = _cosine(x, layout, destinations)
+    weights = _assignment(cosine, layout, temperature) * cosine.clamp_min(0)
+    own = _own(layout, destinations)
+    weights = weights.masked_fill(own.any(-2, keepdim=True), 0.0).masked_fill(own, 1.0)
+    return CarryPlan(layout, destinations, weights.mT.contiguous().to(dtype))
+
+
+def _cosine(x: Tensor, layout: RegionLayout, destinations: Tensor) -> Tensor:
+    """``(batch, regions, kept, size)`` similarity of destinations and tokens."""
+    first = torch.arange(x.shape[0] * layout.regions, device=x.device) * layout.size
+    picked = (destinations.reshape(-1, layout.kept) + first[:, None]).flatten()
+    rows = x.reshape(-1, x.shape[-1]).index_select(0, picked).reshape(*destinations.shape, -1)
+    # A destination belongs to its own group, even where it is a zero token.
+    return (rows @ x.transpose(-1, -2)).masked_fill(_own(layout, destinations), 1.0)
+
+
+def _own(layout: RegionLayout, destinations: Tensor) -> Tensor:
+    """``(batch, regions, kept, size)`` True where a destination meets itself, unused slots not."""
+    own = torch.arange(layout.size, device=destinations.device) == destinations[..., None]
+    return own & ~_unused(layout)[:, :, None]
+
+
+def _unused(layout: RegionLayout) -> Tensor:
+    """``(regions, kept)`` True where a region keeps fewer tokens than there are slots."""
+    return torch.arange(layout.kept, device=layout.counts.device) >= layout.counts[:, None]
+
+
+def _assignment(cosine: Tensor, layout: RegionLayout, temperature: float) -> Tensor:
+    scores = (cosine / temperature).masked_fill(_unused(layout)[:, :, None], -torch.inf)
+    return scores.softmax(-2).masked_fill(~layout.valid[:, None, :], 0.0)

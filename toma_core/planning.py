@@ -11,7 +11,7 @@ from torch import Tensor
 from .cells import CellLayout, build_cells
 from .config import MergeConfig, Method
 from .matching import ca_tome, tofu, tome
-from .merge import LinearPlan, assign
+from .merge import LinearPlan, RegionPlan, assign, carry
 from .plan import MergePlan, Moment, Place
 from .regions import Grid, RegionLayout, build_layout
 from .selection import choose_destinations, similarity, unit_rows
@@ -19,11 +19,12 @@ from .selection import choose_destinations, similarity, unit_rows
 Layout = RegionLayout | CellLayout
 
 
-def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> LinearPlan:
+def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> RegionPlan:
     """ToMA (2509.10918): facility location in regions, then weights towards the chosen tokens."""
     units = unit_rows(layout.split(x))
     destinations = choose_destinations(similarity(units), layout.kept, layout.valid)
-    return assign(units, layout, destinations, config.temperature, x.dtype)
+    weigh = carry if config.keep_detail else assign
+    return weigh(units, layout, destinations, config.temperature, x.dtype)
 
 
 class _Way(NamedTuple):

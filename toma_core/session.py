@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import MergeConfig
+from .detail import Kept
 from .plan import MergePlan, Moment, Place, join_plans
 from .planning import Layout, build_plan, lay_out, reweigh
 from .regions import Grid
@@ -16,9 +17,20 @@ from .schedule import Action, Epoch
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class Held:
+    """A plan, and what is kept beside it.
+
+    Attributes:
+        plan: the plan.
+        epoch: it was made, or last weighed, in.
+        memory: what whole functions kept, by name; None where the settings keep nothing.
+        is_new: some of its destinations were chosen just now.
+    """
+
     plan: MergePlan
     epoch: Epoch
+    memory: dict[str, Kept] | None = None
+    is_new: bool = False
 
 
 class Session:
@@ -34,8 +46,15 @@ class Session:
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
         self._layouts: dict[tuple[tuple[Grid, ...], torch.device], Layout] = {}
-        self._parts: dict[Hashable, _Held] = {}
-        self._joined: dict[Hashable, _Held] = {}
+        self._parts: dict[Hashable, Held] = {}
+        self._joined: dict[tuple[Place, tuple[Hashable, ...]], Held] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that kept detail takes now."""
+        # A copy: another device's thread may be at work.
+        memories = [held.memory or {} for held in tuple(self._joined.values())]
+        return sum(kept.bytes for memory in memories for kept in tuple(memory.values()))
 
     def layout(self, grids: tuple[Grid, ...], device: torch.device) -> Layout:
         """The layout of a sequence of grids, made once per run and device."""
@@ -46,12 +65,10 @@ class Session:
             layout = self._layouts.setdefault(key, lay_out(grids, self.config, device))
         return layout
 
-    def held(
-        self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch
-    ) -> MergePlan | None:
-        """The plan last made for these conditions at a place, if it still stands in ``epoch``."""
+    def held(self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch) -> Held | None:
+        """What was last made for these conditions at a place, if it still stands in ``epoch``."""
         held = self._joined.get((place, conditions))
-        return held.plan if held is not None and held.epoch == epoch else None
+        return held if held is not None and held.epoch == epoch else None
 
     def plan(
         self,
@@ -60,7 +77,7 @@ class Session:
         epoch: Epoch,
         layout: Layout,
         x: Tensor,
-    ) -> MergePlan:
+    ) -> Held:
         """The plan of a place, renewed from ``x`` where what is held is too old.
 
         Args:
@@ -83,19 +100,53 @@ class Session:
             self._part(place, (condition, rows, x.dtype), epoch, layout, part)
             for condition, part in zip(conditions, x.split(rows), strict=True)
         ]
-        plan = join_plans(parts)
-        self._joined[(place, conditions)] = _Held(plan, epoch)
-        return plan
+        plan = join_plans([part.plan for part in parts])
+        is_new = any(part.is_new for part in parts)
+        memory = None
+        if self.config.keep_detail:
+            memory = {} if is_new else self._regrouped(place, conditions, epoch, plan)
+        self._forget(place, conditions, epoch)
+        self._joined[(place, conditions)] = Held(plan, epoch, memory)
+        return Held(plan, epoch, memory, is_new)
 
-    def _part(
-        self, place: Place, share: Hashable, epoch: Epoch, layout: Layout, x: Tensor
-    ) -> MergePlan:
+    def _part(self, place: Place, share: Hashable, epoch: Epoch, layout: Layout, x: Tensor) -> Held:
         key = (place, share, layout)
         held = self._parts.get(key)
         action = epoch.action(held.epoch if held else None)
         if held is None or action is Action.SELECT:
-            held = _Held(build_plan(x, layout, self.config, Moment(place, epoch.selection)), epoch)
-        elif action is Action.REWEIGHT:
-            held = _Held(reweigh(held.plan, x, self.config), epoch)
-        self._parts[key] = held
-        return held.plan
+            plan = build_plan(x, layout, self.config, Moment(place, epoch.selection))
+            self._parts[key] = Held(plan, epoch)
+            return Held(plan, epoch, is_new=True)
+        if action is Action.REWEIGHT:
+            held = self._parts[key] = Held(reweigh(held.plan, x, self.config), epoch)
+        return held
+
+    def _regrouped(
+        self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch, plan: MergePlan
+    ) -> dict[str, Kept]:
+        """What other groupings of these conditions kept in this epoch, of all of them."""
+        rows = plan.batch // len(conditions)
+        shares = []
+        for condition in conditions:
+            for (other, group), held in self._joined.items():
+                fits = held.plan.grids == plan.grids and held.plan.batch == rows * len(group)
+                if other is place and held.epoch == epoch and condition in group and fits:
+                    first = group.index(condition) * rows
+                    memory = held.memory or {}
+                    shares.append({name: kept.rows(first, rows) for name, kept in memory.items()})
+                    break
+            else:
+                return {}
+        first, *others = shares
+        return {
+            name: kept.joined([other[name] for other in others])
+            for name, kept in first.items()
+            if all(name in other for other in others)
+        }
+
+    def _forget(self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch) -> None:
+        """Drop what earlier epochs hold for any of these conditions, however they were grouped."""
+        for other, group in tuple(self._joined):
+            is_old = self._joined[other, group].epoch.selection != epoch.selection
+            if other is place and is_old and not set(group).isdisjoint(conditions):
+                del self._joined[other, group]

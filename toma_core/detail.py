@@ -1,0 +1,140 @@
+"""Detail that merging would lose, kept from the last whole step (not in the paper).
+
+Averaging or picking tokens loses what tells a token from its destination. On the steps at which
+destinations are chosen, a function of tokens (a block, or a module of one) therefore runs whole,
+and what merging would have lost of its result is kept; so are keys and values of the tokens that
+merge away. Until the next choice the function runs on the destinations alone and attends to their
+new keys and to the kept ones. Every other token follows the change of its destination, and the kept
+detail is added back. docs/quality.md has what it is worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .merge import CarryPlan
+from .plan import MergePlan
+
+
+@dataclass(eq=False)
+class Kept:
+    """What is kept of one function of tokens, for the tokens that merge away.
+
+    Attributes:
+        detail: ``(batch, sources, channels)`` its result less what the destinations tell of it.
+        keys, values: of its self-attention, the tokens on the axis on which attention has them;
+            None where it has none.
+    """
+
+    detail: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.detail, self.keys, self.values)
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+    def rows(self, first: int, count: int) -> Kept:
+        """Views of some samples."""
+        return Kept(*(x if x is None else x.narrow(0, first, count) for x in self._tensors))
+
+    def joined(self, others: list[Kept]) -> Kept:
+        """The samples of this and others, in order."""
+        parts = zip(*(kept._tensors for kept in (self, *others)), strict=True)
+        return Kept(*(None if part[0] is None else torch.cat(part) for part in parts))
+
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.detail, self.keys, self.values
+
+
+class Carry:
+    """One function of tokens during one call: the way to the tokens it works on, and back.
+
+    Args:
+        plan: of the call.
+        name: of the function within its place.
+        memory: what is kept at the place by name; None where nothing is to be kept.
+        whole: the function is to run whole, and to be kept.
+    """
+
+    def __init__(
+        self, plan: MergePlan, name: str, memory: dict[str, Kept] | None, whole: bool
+    ) -> None:
+        self.plan = plan
+        self._name = name
+        self._memory = memory
+        kept = None if memory is None or whole else memory.get(name)
+        # A function that did not run at the whole step does so now.
+        self.is_whole = memory is not None and kept is None
+        self._kept = kept
+        self._keys: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def sees_all_keys(self) -> bool:
+        """True where queries attend to all tokens, whichever of them are merged away."""
+        return self._memory is not None
+
+    def take(self, x: Tensor, prefix: int = 0) -> Tensor:
+        """``(batch, prefix + tokens, channels)`` -> the tokens that the function works on."""
+        return x if self.is_whole else self.plan.merge(x, prefix)
+
+    def give(self, y: Tensor, prefix: int = 0) -> Tensor:
+        """The function's result for all tokens, from its result for those it worked on."""
+        if self.is_whole:
+            self._keep(y[:, prefix:])
+            return y
+        if self._kept is None:
+            return self.plan.unmerge(y, prefix)
+        plan = _carrying(self.plan)
+        image = plan.add_to_sources(plan.unmerge_image(y[:, prefix:]), self._kept.detail)
+        return torch.cat((y[:, :prefix], image), 1) if prefix else image
+
+    def keys(self, k: Tensor, v: Tensor, axis: int, prefix: int) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to, from those of the tokens that the function works on.
+
+        Those of tokens merged away follow the others, as ``CarryPlan.source_index`` lists them.
+
+        Args:
+            k, v: with ``prefix`` and tokens along ``axis``.
+        """
+        if self.is_whole:
+            plan = _carrying(self.plan)
+            index = plan.source_index + prefix
+            self._keys = take_rows(k, index, axis), take_rows(v, index, axis)
+        elif self._kept is not None and self._kept.keys is not None:
+            assert self._kept.values is not None  # kept together
+            k = torch.cat((k, self._kept.keys), axis)
+            v = torch.cat((v, self._kept.values), axis)
+        return k, v
+
+    def _keep(self, y: Tensor) -> None:
+        plan = _carrying(self.plan)
+        told = plan.unmerge_image(plan.merge_image(y))
+        detail = take_rows(y - told, plan.source_index, 1)
+        assert self._memory is not None  # else nothing runs whole
+        self._memory[self._name] = Kept(detail, *(self._keys or ()))
+
+
+def take_rows(x: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Rows of ``x`` along ``axis`` by an index of its own for every sample.
+
+    Args:
+        x: ``(batch or 1, ...)``.
+        index: ``(batch, rows)``.
+    """
+    batch, rows = index.shape
+    x = x.expand(batch, *x.shape[1:]).movedim(axis, 1)
+    length = x.shape[1]
+    first = torch.arange(batch, device=x.device)[:, None] * length
+    taken = x.flatten(0, 1).index_select(0, (index + first).flatten())
+    return taken.unflatten(0, (batch, rows)).movedim(1, axis)
+
+
+def _carrying(plan: MergePlan) -> CarryPlan:
+    assert isinstance(plan, CarryPlan)  # the session makes no other where details are kept
+    return plan
