@@ -38,6 +38,7 @@ class Settings:
     config: MergeConfig
     blocks: Blocks
     node_id: str | None = None
+    mask: torch.Tensor | None = None
 
 
 class UnsupportedModelError(ValueError):
@@ -49,6 +50,7 @@ def attach(
     config: MergeConfig,
     blocks: Blocks | tuple[Blocks, ...] | None = None,
     node_id: str | None = None,
+    mask: torch.Tensor | None = None,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens when it samples.
 
@@ -61,6 +63,7 @@ def attach(
         blocks: which blocks merge, of the kind of model that is expected, or of each kind; None
             takes either kind whole.
         node_id: node that shows what happened.
+        mask: ``(..., height, width)`` of the picture, in any size: where tokens never merge.
 
     Raises:
         UnsupportedModelError: the model is no UNet for pictures and no Flux.1, or not of the kind
@@ -80,7 +83,7 @@ def attach(
         show_text(node_id, f"Inactive: {config.off_setting}.")
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
-    options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id))
+    options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id, mask))
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return patched
@@ -145,7 +148,7 @@ def _run(
     rows, columns = size
     subject = f"{_name(model)} {columns * LATENT_PIXELS}x{rows * LATENT_PIXELS}"
     report = Report(subject, settings.node_id, config.method.value)
-    return Run(config, schedule, make_host, report)
+    return Run(config, schedule, make_host, report, settings.mask)
 
 
 def _supported(model: ModelPatcher) -> Blocks:

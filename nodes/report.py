@@ -28,6 +28,7 @@ class Report:
         self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
         self._ran_whole = False
+        self._kept_bytes = 0
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def merged(self, block: str, before: int, after: int) -> None:
@@ -44,6 +45,10 @@ class Report:
     def aside(self, reason: str, block: str = "") -> None:
         """Note that a block (or all, without a name) worked unmerged, wholly or in part."""
         self._aside.setdefault(reason, set()).add(block)
+
+    def keeps(self, size: int) -> None:
+        """Note how many bytes of detail are kept now."""
+        self._kept_bytes = max(self._kept_bytes, size)
 
     def step(self, seconds: float, merging: bool) -> None:
         """Note how long a sampling step took, and whether tokens merged in it."""
@@ -89,6 +94,8 @@ class Report:
             _logger.warning("%s: %s", self._method, self.summary())
             return
         _logger.info("%s: %s", self._method, self.summary())
+        if self._kept_bytes:
+            _logger.info("%s: kept detail took %.0f MiB", self._method, self._kept_bytes / 2**20)
         for reason, blocks in self._aside.items():
             names = sorted(filter(None, blocks))
             where = f" ({len(names)} blocks: {names[0]} to {names[-1]})" if names else ""

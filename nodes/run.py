@@ -128,7 +128,9 @@ class Site:
             run.report.aside("another node changed the number of tokens or samples", block)
             return None
         if layout.is_identity:
-            run.report.aside("too few tokens to merge", block)
+            protected = getattr(layout, "protected", None)
+            reason = "too few tokens" if protected is None else "too few unprotected tokens"
+            run.report.aside(f"{reason} to merge", block)
             return None
         return run.session.plan(self._place, self._conditions, epoch, layout, x)
 
@@ -141,13 +143,19 @@ class Run:
         schedule: of the run's sigmas.
         make_host: builds the host of a diffusion model; a run may use several, one per device.
         report: collects what happens.
+        mask: ``(..., height, width)`` of the picture: where tokens never merge.
     """
 
     def __init__(
-        self, config: MergeConfig, schedule: Schedule, make_host: HostFactory, report: Report
+        self,
+        config: MergeConfig,
+        schedule: Schedule,
+        make_host: HostFactory,
+        report: Report,
+        mask: Tensor | None = None,
     ) -> None:
         self.config = config
-        self.session = Session(config)
+        self.session = Session(config, mask)
         self.report = report
         self.chooses = False
         self._chosen: dict[tuple[Hashable, ...], Epoch] = {}
@@ -173,6 +181,7 @@ class Run:
 
     def close(self) -> None:
         """Say what happened, and drop every plan at once: hosts and the run know one another."""
+        self.report.keeps(self.session.kept_bytes)
         self.report.close()
         self._hosts.clear()
         self._chosen.clear()

@@ -27,7 +27,7 @@ def keeping(**settings):
 
 
 def predictions(model, height=32, width=48, calls=3, steps=2, **conditioning):
-    """What the model says ``calls`` times in a row of one and the same latent, at the first step."""
+    """What the model says ``calls`` times in a row of one latent, at the first step."""
     said = []
 
     @torch.no_grad()

@@ -68,7 +68,10 @@ class CellLayout:
 
 
 def build_cells(
-    grids: tuple[Grid, ...], config: MergeConfig, device: torch.device | str = "cpu"
+    grids: tuple[Grid, ...],
+    config: MergeConfig,
+    device: torch.device | str = "cpu",
+    mask: Tensor | None = None,
 ) -> CellLayout:
     """Cut the grids of a sequence into cells.
 
@@ -76,6 +79,7 @@ def build_cells(
         grids: rows and columns of each grid, in sequence order.
         config: of the run; cells are the same for every setting.
         device: where the tables live.
+        mask: not taken into account; only ToMA protects tokens.
     """
     cells, first = [], 0
     for rows, columns in grids:

@@ -141,7 +141,7 @@ class CarryPlan(RegionPlan):
 def assign(
     x: Tensor, layout: RegionLayout, destinations: Tensor, temperature: float, dtype: torch.dtype
 ) -> LinearPlan:
-    """Weights of a merge towards given destinations.
+    """Weights of a merge towards given destinations; none merges with a protected one.
 
     ``A = softmax over destinations of S_dst,all / tau``, computed in fp32 and rounded once.
 
@@ -152,7 +152,11 @@ def assign(
         temperature: tau.
         dtype: dtype in which the maps will be applied.
     """
-    assignment = _assignment(_cosine(x, layout, destinations), layout, temperature)
+    cosine = _cosine(x, layout, destinations)
+    if layout.protected is not None:
+        alone = layout.protected[:, None, :] | _protected(layout, destinations)[..., None]
+        cosine = cosine.masked_fill(alone & ~_own(layout, destinations), -torch.inf)
+    assignment = _assignment(cosine, layout, temperature)
     size = assignment.sum(-1, keepdim=True)
     # Only an unused slot has an empty group: it stays zero instead of 0 / 0.
     merge = assignment / size.masked_fill(size == 0, 1.0)
@@ -187,6 +191,12 @@ def _own(layout: RegionLayout, destinations: Tensor) -> Tensor:
     """``(batch, regions, kept, size)`` True where a destination meets itself, unused slots not."""
     own = torch.arange(layout.size, device=destinations.device) == destinations[..., None]
     return own & ~_unused(layout)[:, :, None]
+
+
+def _protected(layout: RegionLayout, destinations: Tensor) -> Tensor:
+    """``(batch, regions, kept)`` True where a destination is protected."""
+    assert layout.protected is not None
+    return layout.protected.expand(len(destinations), -1, -1).gather(-1, destinations)
 
 
 def _unused(layout: RegionLayout) -> Tensor:

@@ -22,7 +22,9 @@ Layout = RegionLayout | CellLayout
 def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> RegionPlan:
     """ToMA (2509.10918): facility location in regions, then weights towards the chosen tokens."""
     units = unit_rows(layout.split(x))
-    destinations = choose_destinations(similarity(units), layout.kept, layout.valid)
+    destinations = choose_destinations(
+        similarity(units), layout.kept, layout.valid, layout.protected
+    )
     weigh = carry if config.keep_detail else assign
     return weigh(units, layout, destinations, config.temperature, x.dtype)
 
@@ -30,7 +32,7 @@ def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -
 class _Way(NamedTuple):
     """A method: how it cuts grids, and its function from tokens and that layout to a plan."""
 
-    lay_out: Callable[[tuple[Grid, ...], MergeConfig, torch.device | str], Any]
+    lay_out: Callable[[tuple[Grid, ...], MergeConfig, torch.device | str, Tensor | None], Any]
     plan: Callable[[Tensor, Any, MergeConfig, Moment], MergePlan]
 
 
@@ -43,10 +45,20 @@ _WAYS = {
 
 
 def lay_out(
-    grids: tuple[Grid, ...], config: MergeConfig, device: torch.device | str = "cpu"
+    grids: tuple[Grid, ...],
+    config: MergeConfig,
+    device: torch.device | str = "cpu",
+    mask: Tensor | None = None,
 ) -> Layout:
-    """The grids of a sequence, cut as the method of ``config`` wants them."""
-    return _WAYS[config.method].lay_out(grids, config, device)
+    """The grids of a sequence, cut as the method of ``config`` wants them.
+
+    Args:
+        grids: rows and columns of each grid, in sequence order.
+        config: the method and its settings.
+        device: where tables live.
+        mask: ``(..., height, width)`` tokens of the first grid that never merge; ToMA's only.
+    """
+    return _WAYS[config.method].lay_out(grids, config, device, mask)
 
 
 @torch.no_grad()

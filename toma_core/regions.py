@@ -33,6 +33,7 @@ class RegionLayout:
             ``kept`` is the largest count.
         slot_of: ``(regions * kept,)`` merged token that fills a slot; unused slots point at 0.
         merged_per_grid: merged tokens of each grid, in sequence order.
+        protected: ``(regions, size)`` True where a token must be kept; None where none must.
         contiguous: the regions follow one another in the sequence, so splitting is a view.
         uniform: every region keeps the same number, so compacting is a view.
     """
@@ -47,6 +48,7 @@ class RegionLayout:
     slot_of: Tensor
     merged_per_grid: tuple[int, ...]
     kept: int
+    protected: Tensor | None
     contiguous: bool
     uniform: bool
 
@@ -95,16 +97,22 @@ class RegionLayout:
 
 
 def build_layout(
-    grids: tuple[Grid, ...], config: MergeConfig, device: torch.device | str = "cpu"
+    grids: tuple[Grid, ...],
+    config: MergeConfig,
+    device: torch.device | str = "cpu",
+    mask: Tensor | None = None,
 ) -> RegionLayout:
     """Cut the grids of a sequence into regions of ``config``.
 
-    Every region of ``n`` tokens keeps ``n - round(ratio * n)`` of them, at least one.
+    Every region of ``n`` tokens keeps ``n - round(ratio * n)`` of them, at least one; more where
+    the mask protects more, and then one for the rest.
 
     Args:
         grids: rows and columns of each grid, in sequence order.
         config: region kind, tile size and ratio.
         device: where the index tables live.
+        mask: ``(..., height, width)`` of the first grid's picture, in any size; tokens that it
+            touches anywhere with more than half are protected.
 
     Raises:
         ValueError: no grid, or a grid without tokens.
@@ -113,23 +121,42 @@ def build_layout(
         raise ValueError(f"every token grid needs at least one row and one column, got {grids}.")
     region_of: list[Tensor] = []
     counts: list[Tensor] = []
+    protected: list[Tensor] = []
     regions = 0
     for grid in grids:
         own = _regions_of(grid, config)
         sizes = own.bincount()
         region_of.append(own + regions)
-        counts.append((sizes - (config.ratio * sizes + 0.5).long()).clamp_min(1))
+        protected.append(_touched(grid, None if protected else mask))
+        needed = torch.zeros_like(sizes).index_add(0, own, protected[-1].long())
+        needed += needed < sizes  # one for all that is not protected
+        counts.append((sizes - (config.ratio * sizes + 0.5).long()).maximum(needed))
         regions += len(sizes)
     merged_per_grid = tuple(int(count.sum()) for count in counts)
     return _tables(
-        grids, torch.cat(region_of), torch.cat(counts), merged_per_grid, torch.device(device)
+        grids,
+        torch.cat(region_of),
+        torch.cat(counts),
+        torch.cat(protected),
+        merged_per_grid,
+        torch.device(device),
     )
+
+
+def _touched(grid: Grid, mask: Tensor | None) -> Tensor:
+    """``(tokens,)`` True where a token of a grid lies under the mask."""
+    if mask is None:
+        return torch.zeros(grid[0] * grid[1], dtype=torch.bool)
+    pictures = mask.detach().float().cpu().reshape(-1, *mask.shape[-2:])
+    joined = pictures.amax(0, keepdim=True)
+    return (torch.nn.functional.adaptive_max_pool2d(joined, grid) > 0.5).flatten()
 
 
 def _tables(
     grids: tuple[Grid, ...],
     region_of: Tensor,
     counts: Tensor,
+    protected: Tensor,
     merged_per_grid: tuple[int, ...],
     device: torch.device,
 ) -> RegionLayout:
@@ -154,6 +181,7 @@ def _tables(
         slot_of=((used.cumsum(0) - 1) * used).clamp_min(0).to(device),
         merged_per_grid=merged_per_grid,
         kept=kept,
+        protected=(protected[index] & valid).to(device) if protected.any() else None,
         contiguous=regions * size == tokens and torch.equal(order, torch.arange(tokens)),
         uniform=bool(used.all()),
     )

@@ -31,14 +31,31 @@ EPSILON = 0.01
 """Share of the guarantee that a random handful of candidates may give up."""
 
 
-def choose_destinations(cosine: Tensor, count: int, valid: Tensor | None = None) -> Tensor:
+def choose_destinations(
+    cosine: Tensor, count: int, valid: Tensor | None = None, required: Tensor | None = None
+) -> Tensor:
     """Facility location, exact in regions of up to ``EXACT_TOKENS`` and stochastic beyond.
 
-    Arguments and result are those of ``facility_location``.
+    Arguments and result are those of ``facility_location``, and
+
+    Args:
+        required: ``(..., tokens)`` True where a token must be picked; broadcasts over leading axes.
+            They come first, in order, and the rest is chosen to go with them.
     """
     exact = cosine.shape[-1] <= EXACT_TOKENS
     choose = facility_location if exact else stochastic_facility_location
-    return choose(cosine, count, valid)
+    if required is None:
+        return choose(cosine, count, valid)
+    # No pick can gain where a required token represents as well: raised to what they cover, the
+    # similarities make each pick the best addition to all of them.
+    cover = cosine.masked_fill(~required[..., :, None], _NO_COVER).amax(-2, keepdim=True)
+    others = ~required if valid is None else valid & ~required
+    picks = choose(cosine.maximum(cover), count, others)
+    before = required.sum(-1, keepdim=True)
+    slot = torch.arange(count, device=cosine.device)
+    in_order = (~required).long().argsort(dim=-1, stable=True)[..., :count].expand_as(picks)
+    later = (slot - before).clamp_min(0).expand_as(picks)
+    return torch.where(slot < before, in_order, picks.gather(-1, later))
 
 
 def unit_rows(x: Tensor) -> Tensor:

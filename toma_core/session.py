@@ -41,10 +41,12 @@ class Session:
 
     Args:
         config: settings of the run.
+        mask: ``(..., height, width)`` of the picture: where tokens never merge.
     """
 
-    def __init__(self, config: MergeConfig) -> None:
+    def __init__(self, config: MergeConfig, mask: Tensor | None = None) -> None:
         self.config = config
+        self._mask = mask
         self._layouts: dict[tuple[tuple[Grid, ...], torch.device], Layout] = {}
         self._parts: dict[Hashable, Held] = {}
         self._joined: dict[tuple[Place, tuple[Hashable, ...]], Held] = {}
@@ -62,7 +64,7 @@ class Session:
         layout = self._layouts.get(key)
         if layout is None:
             # setdefault: where two devices' threads meet here, both get the same layout.
-            layout = self._layouts.setdefault(key, lay_out(grids, self.config, device))
+            layout = self._layouts.setdefault(key, lay_out(grids, self.config, device, self._mask))
         return layout
 
     def held(self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch) -> Held | None:
