@@ -81,6 +81,8 @@ class Report:
             parts.append(f"{statistics.median(self._seconds[True]):.2f} s/step")
             if self._seconds[False]:
                 parts[-1] += f" (stock {statistics.median(self._seconds[False]):.2f})"
+        if self._kept_bytes:
+            parts.append(f"{self._kept_bytes / 2**20:.0f} MiB of detail kept")
         return f"{self._subject}: {', '.join(parts)}"
 
     def show(self) -> None:
@@ -94,8 +96,6 @@ class Report:
             _logger.warning("%s: %s", self._method, self.summary())
             return
         _logger.info("%s: %s", self._method, self.summary())
-        if self._kept_bytes:
-            _logger.info("%s: kept detail took %.0f MiB", self._method, self._kept_bytes / 2**20)
         for reason, blocks in self._aside.items():
             names = sorted(filter(None, blocks))
             where = f" ({len(names)} blocks: {names[0]} to {names[-1]})" if names else ""

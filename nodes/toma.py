@@ -66,7 +66,7 @@ def _basic_inputs(models: str) -> list[Any]:
             default=_DEFAULTS.keep_detail,
             tooltip="On: the steps at which tokens are chosen run whole, and what merging would "
             "lose is kept and added back until the next choice. Far closer to the picture without "
-            "merging, for some of the speed and some memory (the log says how much).",
+            "merging, for some of the speed and some memory (the node says how much).",
         ),
     ]
 

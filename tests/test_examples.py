@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "example_workflows").glob("*.json"))
 EXTRAS = ("canny", "edit_model", "flux", "sd3")
 """Modules of ComfyUI's own nodes that the examples use beside the basic ones."""
-SMALL = {"width": 256, "height": 256, "steps": 2}
+SMALL = {"width": 256, "height": 256, "steps": 4}
 """Values that a test changes: pictures and runs as small as they can be."""
 
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -17,6 +17,7 @@ SHARED = [
     "ratio",
     "tile_size",
     "reuse_interval",
+    "keep_detail",
     "region",
     "scope",
     "weight_interval",
@@ -24,13 +25,14 @@ SHARED = [
     "end_percent",
 ]
 INPUTS = {
-    "ToMAPatchModel": SHARED,
+    "ToMAPatchModel": [*SHARED, "protect"],
     "ToMAPatchSDXL": [
         *SHARED,
         "max_downsample",
         "input_blocks",
         "middle_block",
         "output_blocks",
+        "protect",
     ],
     "ToMAPatchFlux": [
         *SHARED,
@@ -38,6 +40,7 @@ INPUTS = {
         "skip_last_double",
         "skip_first_single",
         "skip_last_single",
+        "protect",
     ],
     "TokenMergePatchModel": [
         "model",
@@ -84,11 +87,13 @@ def test_every_input_says_what_it_does(classes):
 
 
 def test_defaults_of_the_widgets_are_those_of_the_config(classes):
+    """But for the two that a new node sets for the sake of the picture (docs/quality.md)."""
     from comfyui_toma.toma_core.config import Matching, MergeConfig
 
+    start = MergeConfig(keep_detail=True, reuse_interval=3)
     for node in classes.values():
         for name, (_, options) in _inputs(node).items():
-            for defaults in (Matching(), MergeConfig()):
+            for defaults in (Matching(), start):
                 if hasattr(defaults, name):
                     value = getattr(defaults, name)
                     assert options["default"] == getattr(value, "value", value), name
@@ -101,6 +106,9 @@ def test_executing_a_node_patches_a_clone(classes):
     for name in ("ToMAPatchModel", "ToMAPatchSDXL"):
         patched = classes[name].execute(model, ratio=0.5)[0]
         assert not torch.equal(tiny.sample(patched, 24, 32), stock)
+        protect = torch.ones(1, 64, 64)
+        patched = classes[name].execute(model, ratio=0.5, protect=protect)[0]
+        assert torch.equal(tiny.sample(patched, 24, 32), stock)
     assert torch.equal(tiny.sample(model, 24, 32), stock)
 
 
