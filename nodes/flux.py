@@ -320,19 +320,17 @@ class FluxBlock:
         options = dict(arguments.get("transformer_options") or {})
         if carry.sees_all_keys:
             options = with_all_keys(options, carry, text)
+        keys = Keys.REORDERED if carry.sees_all_keys else Keys.MERGED
+        # Cut at whole steps too: the next ones, compiled, find them as they will stay.
+        rotary = self._follow.rotary(plan, arguments.get("pe"), text)
+        mask = self._follow.mask(plan, arguments.get("attn_mask"), text, keys)
         if carry.is_whole:
             return {**arguments, "transformer_options": options}
         if "img_slice" in options:
             options["img_slice"] = [text, text + plan.merged]
         if "reference_image_num_tokens" in options:
             options["reference_image_num_tokens"] = list(plan.merged_per_grid[1:])
-        keys = Keys.REORDERED if carry.sees_all_keys else Keys.MERGED
-        return {
-            **arguments,
-            "pe": self._follow.rotary(plan, arguments.get("pe"), text),
-            "attn_mask": self._follow.mask(plan, arguments.get("attn_mask"), text, keys),
-            "transformer_options": options,
-        }
+        return {**arguments, "pe": rotary, "attn_mask": mask, "transformer_options": options}
 
     def _original(self, name: str, module: nn.Module) -> Original:
         original = self._originals.setdefault(name, Original(module))

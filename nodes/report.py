@@ -27,20 +27,28 @@ class Report:
         self._method = method
         self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
-        self._ran_whole = False
+        self._merges = False
         self._kept_bytes = 0
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def merged(self, block: str, before: int, after: int) -> None:
         """Note that a block worked on ``after`` tokens instead of ``before``."""
+        self._merges = True
+        self._note(block, before, after)
+
+    def whole(self, block: str, before: int, after: int) -> None:
+        """Note that a block ran whole, so that the next steps can merge and lose little.
+
+        It is noted already as those steps will find it: a compiled step looks at what is noted and
+        would be compiled again where that grew.
+        """
+        self._note(block, before, after)
+
+    def _note(self, block: str, before: int, after: int) -> None:
         known = self._merged.get(block)
         same = known is not None and known[0] == before
         least, most = known[1:] if same else (after, after)
         self._merged[block] = (before, min(least, after), max(most, after))
-
-    def whole(self) -> None:
-        """Note that blocks ran whole, to keep what the next steps would lose."""
-        self._ran_whole = True
 
     def aside(self, reason: str, block: str = "") -> None:
         """Note that a block (or all, without a name) worked unmerged, wholly or in part."""
@@ -57,7 +65,8 @@ class Report:
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Tokens before and after (the fewest of the run), by block that merged."""
-        return {block: (before, least) for block, (before, least, _) in self._merged.items()}
+        merged = self._merged if self._merges else {}
+        return {block: (before, least) for block, (before, least, _) in merged.items()}
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -65,9 +74,9 @@ class Report:
 
     def summary(self) -> str:
         """One line: what merged and how fast, or why nothing did."""
-        if not self._merged:
+        if not self._merges:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
-            if self._ran_whole:
+            if self._merged:
                 reason = "with keep_detail every step of so short a run stays whole"
             return f"Inactive on {self._subject}: {reason}."
         parts = []
@@ -92,7 +101,7 @@ class Report:
     def close(self) -> None:
         """Put the summary on the node and in the log; there also, once per reason, what stayed."""
         self.show()
-        if not self._merged:
+        if not self._merges:
             _logger.warning("%s: %s", self._method, self.summary())
             return
         _logger.info("%s: %s", self._method, self.summary())

@@ -104,10 +104,9 @@ class Site:
         if held.plan.is_identity:
             self._run.report.aside("no two tokens were alike enough", block)
             return None
-        if held.is_new and held.memory is not None:
-            self._run.report.whole()
-        else:
-            self._run.report.merged(block, held.plan.tokens, held.plan.merged)
+        runs_whole = held.is_new and held.memory is not None
+        note = self._run.report.whole if runs_whole else self._run.report.merged
+        note(block, held.plan.tokens, held.plan.merged)
         return held.plan
 
     def carry(self, name: str, plan: MergePlan) -> Carry:
