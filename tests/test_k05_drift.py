@@ -186,9 +186,9 @@ def test_the_sampling_wrapper_finds_sigmas_by_name_and_by_position(models, by_na
     executor = WrapperExecutor.new_class_executor(outer, guider, [outer_sample])
     sigmas, noise = torch.tensor([1.0, 0.0]), tiny.noise_for(model, 8, 8)
     if by_name:
-        result = executor.execute(noise, "latent", "sampler", sigmas=sigmas, of_tomorrow=1)
+        result = executor.execute(noise, noise, "sampler", sigmas=sigmas, of_tomorrow=1)
     else:
-        result = executor.execute(noise, "latent", "sampler", sigmas, "mask", of_tomorrow=1)
+        result = executor.execute(noise, noise, "sampler", sigmas, "mask", of_tomorrow=1)
     assert result == "result"
     [(got, rest, more, inner_options)] = seen
     assert got is sigmas and more == {"of_tomorrow": 1} and rest == (() if by_name else ("mask",))
