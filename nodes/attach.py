@@ -30,6 +30,11 @@ Blocks = UNetBlocks | FluxBlocks
 LATENT_PIXELS = 8
 """Pixels per side of a latent pixel, for every supported model."""
 
+BROKEN_LATENT = (
+    "the latent holds NaN or inf, which are like nothing, so it is sampled without merging; check "
+    "the node that it comes from"
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -95,8 +100,11 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     stock_options = guider.model_options
     sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
     noise = kwargs["noise"] if "noise" in kwargs else args[0]
+    latent = kwargs["latent_image"] if "latent_image" in kwargs else args[1]
     size = tuple(noise.shape[-2:])
     run, guider.model_options = open_run(guider.model_patcher, stock_options, sigmas, size)
+    if not (noise.isfinite().all() and latent.isfinite().all()):
+        run.decline(BROKEN_LATENT)
     try:
         return executor(*args, **kwargs)
     finally:
@@ -158,7 +166,7 @@ def _supported(model: ModelPatcher) -> Blocks:
     if is_image_unet(model.model.diffusion_model):
         return UNetBlocks()
     raise UnsupportedModelError(
-        f"ToMA merges tokens of SDXL, SD 1.5 and SD 2 (and checkpoints built on them) and of "
+        f"this node merges tokens of SDXL, SD 1.5 and SD 2 (and checkpoints built on them) and of "
         f"Flux.1, but the model is {_name(model)}. Connect one of those, or remove this node."
     )
 

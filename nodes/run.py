@@ -240,6 +240,12 @@ class SamplingRun:
         self._step = (sigma, now, active)
         return True
 
+    def decline(self, reason: str) -> None:
+        """Leave the model alone for the whole run, and say why."""
+        for run in self._runs:
+            run.report.aside(reason)
+        self.close()
+
     def close(self) -> None:
         """Say what happened, drop every plan, and let calls of leftover wrappers pass."""
         for run in self._runs:

@@ -124,6 +124,12 @@ class UNetBlock:
         for original in (self._forward, *self._modules.values()):
             original.look()
         scope = self._run.config.scope
+        if scope is Scope.ATTENTION and self._is_replaced("attn1", call):
+            self._run.report.aside(
+                "another node puts its own in place of self-attention, which stays whole there",
+                self._name,
+            )
+            return []
         if scope is Scope.BLOCK and self._is_patched(call):
             self._run.report.aside(
                 "other nodes work inside blocks, so these merge module by module", self._name
@@ -145,13 +151,15 @@ class UNetBlock:
         return overrides
 
     def _is_patched(self, call: Call) -> bool:
-        if any(call.patches.get(point) for point in PATCH_POINTS):
-            return True
-        return any(
-            place in (call.replacements.get(point) or {})
-            for point in ("attn1", "attn2")
-            for place in (self._place, self._place[:2])
+        return (
+            any(call.patches.get(point) for point in PATCH_POINTS)
+            or self._is_replaced("attn1", call)
+            or self._is_replaced("attn2", call)
         )
+
+    def _is_replaced(self, attention: str, call: Call) -> bool:
+        replacements = call.replacements.get(attention) or {}
+        return self._place in replacements or self._place[:2] in replacements
 
     def _plan_for(self, x: Tensor, args: tuple, kwargs: dict[str, Any]) -> MergePlan | None:
         # Passed by name; by position they follow the context.

@@ -85,16 +85,23 @@ BROKEN = [float("nan"), float("inf"), float("-inf")]
 
 
 @pytest.mark.parametrize(
-    ("name", "scope", "bad"), matrix(itertools.product(small.MODELS, SCOPES, BROKEN), every=3)
+    ("name", "scope", "bad", "where"),
+    matrix(itertools.product(small.MODELS, SCOPES, BROKEN, ["noise", "latent"]), every=5),
 )
-def test_broken_latents_neither_raise_nor_poison_the_next_run(models, name, scope, bad):
+def test_a_broken_latent_is_sampled_as_stock_and_said_once(models, caplog, name, scope, bad, where):
+    """Nothing raises, nothing else is changed, and the next run merges."""
     model = models[name]
     patched = attach(model, MergeConfig(scope=scope))
     expected = tiny.sample(patched, *SIZE)
     noise = tiny.noise_for(model, *SIZE)
-    noise[..., 3, 5] = bad
-    stock, merged = tiny.sample(model, noise=noise), tiny.sample(patched, noise=noise)
-    assert merged.shape == stock.shape and not torch.isfinite(merged).all()
+    given = {"noise": noise, "latent": torch.zeros_like(noise)}
+    given[where][..., 3, 5] = bad
+    caplog.clear()
+    stock, ours = tiny.sample(model, **given), tiny.sample(patched, **given)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=0, equal_nan=True)
+    assert not stock.isfinite().all()
+    [message] = [record.getMessage() for record in caplog.records if record.name == "toma"]
+    assert "Inactive" in message and "the latent holds NaN or inf" in message
     assert torch.equal(expected, tiny.sample(patched, *SIZE))
 
 

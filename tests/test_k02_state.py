@@ -16,17 +16,18 @@ import pytest
 import tiny
 import torch
 from comfyui_toma.nodes.attach import attach
-from comfyui_toma.toma_core.config import MergeConfig, Scope
+from comfyui_toma.toma_core.config import MergeConfig
 from matrix import matrix
+from merging import WAYS, config_of
 from small import MODELS, module_inside_a_block
 
 A, B = (16, 12), (10, 22)
 STEPS = 4
 
 
-def settings(scope=Scope.BLOCK):
+def settings(way="block"):
     """Intervals at which a choice and its weights outlive a step, and a run's end is in one."""
-    return MergeConfig(scope=scope, reuse_interval=3, weight_interval=2, tile_size=4)
+    return config_of(way, reuse_interval=3, weight_interval=2, tile_size=4)
 
 
 class Failure(Exception):
@@ -207,13 +208,13 @@ def fresh(make, config, run):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scope"), [*itertools.product(["sdxl", "flux"], Scope), ("sd15", Scope.MODULES)]
+    ("kind", "way"), [*itertools.product(["sdxl", "flux"], WAYS), ("sd15", "modules")]
 )
-def test_a_used_model_equals_a_fresh_one_in_any_order(kind, scope):
-    make, config = MODELS[kind], settings(scope)
-    runs = RUNS if scope is Scope.BLOCK else matrix(RUNS, every=2)
-    shuffled = [random.Random(f"{kind}{scope.value}{n}").sample(runs, len(runs)) for n in range(9)]
-    orders = [REPORTED_ORDER] if scope is Scope.BLOCK else []
+def test_a_used_model_equals_a_fresh_one_in_any_order(kind, way):
+    make, config = MODELS[kind], settings(way)
+    runs = RUNS if way == "block" else matrix(RUNS, every=2)
+    shuffled = [random.Random(f"{kind}{way}{n}").sample(runs, len(runs)) for n in range(9)]
+    orders = [REPORTED_ORDER] if way == "block" else []
     orders += matrix(shuffled, every=9)
     # What a fresh model gives counts as right.
     expected = {run: fresh(make, config, run) for run in runs}
@@ -231,11 +232,12 @@ def test_two_branches_with_different_settings_do_not_meet(kind):
     configs = [
         settings(),
         MergeConfig(ratio=0.8, scope="modules", region="stripe", reuse_interval=1),
+        config_of("CA-ToMe"),
         MergeConfig(ratio=0.0),
     ]
     runs = [run_a, interrupted, run_b, split_in_two]
     expected = {(c, run): fresh(make, c, run) for c in configs for run in (run_a, run_b)}
-    assert len({image.sum().item() for (_, run), image in expected.items() if run is run_a}) == 3
+    assert len({image.sum().item() for (_, run), image in expected.items() if run is run_a}) == 4
     model = make()
     branches = [(config, attach(model, config)) for config in configs]
     for run in runs:
@@ -262,12 +264,12 @@ def test_two_nodes_in_a_row_leave_nothing_behind_either(kind):
             assert_equal(result, expected[run], run.__name__)
 
 
-@pytest.mark.parametrize("scope", Scope)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
-def test_a_run_with_gradients_on_equals_one_in_inference_mode(kind, scope):
+def test_a_run_with_gradients_on_equals_one_in_inference_mode(kind, way):
     """ComfyUI samples in inference mode, but its training nodes and bare scripts do not."""
     model = MODELS[kind]()
-    patched = attach(model, settings(scope))
+    patched = attach(model, settings(way))
     with torch.inference_mode():
         expected = growing(patched).clone()
     for parameter in model.model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import subprocess
@@ -16,9 +17,11 @@ import tiny
 import torch
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.options import KEY
+from comfyui_toma.nodes.token_merge import METHODS
 from comfyui_toma.nodes.toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
-from comfyui_toma.toma_core.config import MergeConfig, Scope
+from comfyui_toma.toma_core.config import MergeConfig
 from matrix import matrix
+from merging import SCOPES, patch
 
 NODES = [
     (ToMAPatchModel, small.sdxl),
@@ -27,6 +30,21 @@ NODES = [
     (ToMAPatchSDXL, small.sdxl),
     (ToMAPatchFlux, small.flux),
 ]
+
+
+def of_node(node, model, **values):
+    return node.execute(model, **values)[0]
+
+
+PATCHED = [
+    (make, functools.partial(of_node, node, scope=scope))
+    for (node, make), scope in itertools.product(NODES, SCOPES)
+]
+PATCHED += [
+    (make, functools.partial(patch, method=method))
+    for make, method in itertools.product((small.sdxl, small.flux), METHODS)
+]
+"""What makes a model, and a node with one of its ways of merging."""
 
 
 class Failure(Exception):
@@ -65,16 +83,13 @@ def test_importing_the_pack_changes_nothing_of_comfyui():
     assert int(looked_at) > 3000
 
 
-@pytest.mark.parametrize(
-    ("node", "make", "scope"),
-    matrix([(*node, scope) for node, scope in itertools.product(NODES, Scope)], every=2),
-)
-def test_nothing_is_left_by_a_run_an_error_a_deletion_or_a_reload(node, make, scope):
+@pytest.mark.parametrize(("make", "node"), matrix(PATCHED, every=2))
+def test_nothing_is_left_by_a_run_an_error_a_deletion_or_a_reload(make, node):
     """Patch, sample, raise in the middle, delete, unload, reload: every fingerprint stays."""
     model = make()
     stock = tiny.sample(model)
     before = fingerprint(model)
-    patched = node.execute(model, scope=scope.value)[0]
+    patched = node(model)
     assert all_names(before, fingerprint(model)) == [], "patching"
     assert not torch.equal(tiny.sample(patched), stock)
     assert all_names(before, fingerprint(model)) == [], "sampling"

@@ -9,11 +9,10 @@ import small
 import tiny
 import torch
 from comfyui_toma.nodes.attach import attach
-from comfyui_toma.toma_core.config import MergeConfig
 from grouping import JOINT, SPLIT, grouping
 from matrix import matrix
+from merging import SCOPES, WAYS, config_of
 
-SCOPES = ["block", "modules", "attention"]
 SIZE = (12, 16)
 
 AMPLIFIED = 250
@@ -28,8 +27,8 @@ def models():
     return {name: make() for name, make in small.MODELS.items()}
 
 
-def patched(model, scope="block", **settings):
-    return attach(model, MergeConfig(scope=scope, reuse_interval=2, **settings))
+def patched(model, way="block", **settings):
+    return attach(model, config_of(way, reuse_interval=2, **settings))
 
 
 def distance(one, other):
@@ -132,8 +131,8 @@ INPAINTING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "scope"), matrix(itertools.product(INPAINTING, SCOPES), every=2))
-def test_models_with_more_channels_in_than_out_merge(kind, scope):
+@pytest.mark.parametrize(("kind", "way"), matrix(itertools.product(INPAINTING, WAYS), every=3))
+def test_models_with_more_channels_in_than_out_merge(kind, way):
     """Report 37: inpainting, Fill, Canny and Depth models take the picture and a mask besides."""
     make, channels = INPAINTING[kind]
     model = make(in_channels=channels)
@@ -148,18 +147,18 @@ def test_models_with_more_channels_in_than_out_merge(kind, scope):
         "negative": tiny.conditioning(model, 2, **extra),
     }
     stock = tiny.sample(model, **options)
-    merged = tiny.sample(patched(model, scope), **options)
+    merged = tiny.sample(patched(model, way), **options)
     assert torch.isfinite(merged).all() and not torch.equal(stock, merged)
     # Outside the mask the picture is the one that was given.
     assert torch.equal(stock[..., 8:], merged[..., 8:])
-    assert torch.equal(stock, tiny.sample(patched(model, scope, ratio=0), **options))
+    assert torch.equal(stock, tiny.sample(patched(model, way, ratio=0), **options))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [2, 4])
-def test_flux_batches_carry_positions_and_masks(models, scope, batch):
+def test_flux_batches_carry_positions_and_masks(models, way, batch):
     """Report 43: Flux, batch above 1, with an attention mask."""
-    model = patched(models["flux"], scope)
+    model = patched(models["flux"], way)
     text = 7
     generator = torch.Generator().manual_seed(0)
     rows = text + SIZE[0] // 2 * SIZE[1] // 2

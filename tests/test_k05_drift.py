@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrapperExecutor
 from comfyui_toma.nodes.attach import attach, outer_sample
 from comfyui_toma.toma_core.config import MergeConfig
 from direct import Direct
+from merging import WAYS
 
-SCOPES = ["block", "modules", "attention"]
 MODELS = {"sdxl": tiny.sdxl, "flux": tiny.flux}
 BLOCKS = {
     "sdxl": [BasicTransformerBlock],
@@ -28,18 +28,18 @@ def models():
     return {name: make() for name, make in MODELS.items()}
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_apply_model_is_read_by_name_wherever_its_arguments_stand(models, name, scope):
-    expected = Direct(models[name], scope)()
-    assert torch.equal(expected, Direct(models[name], scope)(positional=True))
-    stock = Direct(models[name], scope, ratio=0)()
+def test_apply_model_is_read_by_name_wherever_its_arguments_stand(models, name, way):
+    expected = Direct(models[name], way)()
+    assert torch.equal(expected, Direct(models[name], way)(positional=True))
+    stock = Direct(models[name], way, ratio=0)()
     assert not torch.equal(expected, stock)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_an_unknown_keyword_reaches_every_block_and_module(models, name, scope, monkeypatch):
+def test_an_unknown_keyword_reaches_every_block_and_module(models, name, way, monkeypatch):
     """Reports 45, 46 and 48: ``attn_mask``, ``timestep_zero_index`` and ``modulation_dims_img``
     came as new keywords of forward functions."""
     arrived = []
@@ -61,17 +61,17 @@ def test_an_unknown_keyword_reaches_every_block_and_module(models, name, scope, 
 
         monkeypatch.setattr(kind, "__call__", call_with_more)
 
-    expected = Direct(models[name], scope)()
+    expected = Direct(models[name], way)()
     kinds = BLOCKS[name] + MODULES[name]
     for kind in kinds:
         of_a_later_version(kind)
-    assert torch.equal(expected, Direct(models[name], scope)())
+    assert torch.equal(expected, Direct(models[name], way)())
     assert set(arrived) == set(kinds)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_positional_arguments_reach_every_block(models, name, scope, monkeypatch):
+def test_positional_arguments_reach_every_block(models, name, way, monkeypatch):
     """Report 49: "takes from 2 to 3 positional arguments but 4 were given".
 
     Forwarded whole, whatever merges.
@@ -106,7 +106,7 @@ def test_positional_arguments_reach_every_block(models, name, scope, monkeypatch
 
     for kind in BLOCKS[name]:
         by_position(kind)
-    image = Direct(models[name], scope)(add={"a mark": True})
+    image = Direct(models[name], way)(add={"a mark": True})
     assert torch.isfinite(image).all()
     assert received and all(received)
 
@@ -117,16 +117,16 @@ OPTIONAL = [
 ]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_optional_key_may_be_missing_and_unknown_keys_pass(models, name, scope, caplog):
-    expected = Direct(models[name], scope)()
-    stock = Direct(models[name], scope, ratio=0)()
-    more = Direct(models[name], scope)(add={"key_of_tomorrow": object(), "patches": {}})
+def test_every_optional_key_may_be_missing_and_unknown_keys_pass(models, name, way, caplog):
+    expected = Direct(models[name], way)()
+    stock = Direct(models[name], way, ratio=0)()
+    more = Direct(models[name], way)(add={"key_of_tomorrow": object(), "patches": {}})
     assert torch.equal(expected, more)
     for key in OPTIONAL:
         caplog.clear()
-        direct = Direct(models[name], scope)
+        direct = Direct(models[name], way)
         image = direct(drop=[key])
         direct.run.close()
         if key in ("sigmas", "wrappers"):
@@ -154,10 +154,10 @@ def test_a_unet_that_does_not_tell_its_grid_runs_unmerged_and_says_so(models, mo
     assert any("size of the token grid" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_flux_blocks_without_image_slice_still_find_the_text(models, scope, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_flux_blocks_without_image_slice_still_find_the_text(models, way, monkeypatch):
     """``img_slice`` stands in the options of single blocks only since 0.3.4x."""
-    expected = Direct(models["flux"], scope)()
+    expected = Direct(models["flux"], way)()
     call = flux_layers.SingleStreamBlock.__call__
 
     def without_slice(self, *args, transformer_options, **kwargs):
@@ -165,7 +165,7 @@ def test_flux_blocks_without_image_slice_still_find_the_text(models, scope, monk
         return call(self, *args, transformer_options=options, **kwargs)
 
     monkeypatch.setattr(flux_layers.SingleStreamBlock, "__call__", without_slice)
-    assert torch.equal(expected, Direct(models["flux"], scope)())
+    assert torch.equal(expected, Direct(models["flux"], way)())
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -186,9 +186,9 @@ def test_the_sampling_wrapper_finds_sigmas_by_name_and_by_position(models, by_na
     executor = WrapperExecutor.new_class_executor(outer, guider, [outer_sample])
     sigmas, noise = torch.tensor([1.0, 0.0]), tiny.noise_for(model, 8, 8)
     if by_name:
-        result = executor.execute(noise, "latent", "sampler", sigmas=sigmas, of_tomorrow=1)
+        result = executor.execute(noise, noise, "sampler", sigmas=sigmas, of_tomorrow=1)
     else:
-        result = executor.execute(noise, "latent", "sampler", sigmas, "mask", of_tomorrow=1)
+        result = executor.execute(noise, noise, "sampler", sigmas, "mask", of_tomorrow=1)
     assert result == "result"
     [(got, rest, more, inner_options)] = seen
     assert got is sigmas and more == {"of_tomorrow": 1} and rest == (() if by_name else ("mask",))

@@ -11,11 +11,10 @@ import tiny
 import torch
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.report import Report
-from comfyui_toma.toma_core.config import MergeConfig
 from matrix import matrix
+from merging import SCOPES, WAYS, config_of
 from neighbours import NEIGHBOURS, SIZE
 
-SCOPES = ["block", "modules", "attention"]
 ORDERS = ["before ours", "after ours"]
 MODELS = {"sdxl": small.sdxl, "flux": tiny.flux}
 
@@ -39,27 +38,27 @@ def reports(monkeypatch):
     return found
 
 
-def ours(model, scope="block", **settings):
-    return attach(model, MergeConfig(scope=scope, **settings))
+def ours(model, way="block", **settings):
+    return attach(model, config_of(way, **settings))
 
 
 class Chain:
     """A graph of some neighbours and perhaps our node, and what came of running it."""
 
-    def __init__(self, model, names, scope=None, order="before ours", **settings):
+    def __init__(self, model, names, way=None, order="before ours", **settings):
         host = "flux" if tiny.is_flux(model) else "sdxl"
         chosen = [NEIGHBOURS[host][name] for name in names]
         self.calls = [[] for _ in chosen]
         positive, negative = tiny.conditioning(model, 1), tiny.conditioning(model, 2)
         patched = model
-        if scope and order == "after ours":
-            patched = ours(patched, scope, **settings)
+        if way and order == "after ours":
+            patched = ours(patched, way, **settings)
         for neighbour, calls in zip(chosen, self.calls, strict=True):
             patched = neighbour.patch(patched, calls)
             positive = neighbour.condition(model, positive, calls)
             negative = neighbour.condition(model, negative, calls)
-        if scope and order == "before ours":
-            patched = ours(patched, scope, **settings)
+        if way and order == "before ours":
+            patched = ours(patched, way, **settings)
         sampling = {"cfg": 3.0}
         for neighbour in chosen:
             sampling.update(neighbour.sampling)
@@ -74,17 +73,17 @@ class Chain:
 
 
 NAMED = [(host, name) for host, known in NEIGHBOURS.items() for name in known]
-# Every neighbour with the scope that is set by default, and a sample of the others.
+# Every neighbour with the way that is set by default, and a sample of the others.
 CASES = [(*one, "block") for one in NAMED]
-CASES += matrix([(*one, scope) for one in NAMED for scope in SCOPES[1:]], every=10)
+CASES += matrix([(*one, way) for one in NAMED for way in WAYS[1:]], every=20)
 
 
-@pytest.mark.parametrize(("host", "name", "scope"), CASES)
-def test_both_effects_are_there_or_ours_says_why_not(models, reports, caplog, host, name, scope):
+@pytest.mark.parametrize(("host", "name", "way"), CASES)
+def test_both_effects_are_there_or_ours_says_why_not(models, reports, caplog, host, name, way):
     model = models[host]
     neighbour = NEIGHBOURS[host][name]
     alone = Chain(model, [name])
-    chains = [Chain(model, [name], scope, order) for order in ORDERS]
+    chains = [Chain(model, [name], way, order) for order in ORDERS]
     for chain in chains:
         assert torch.isfinite(chain.image).all()
         assert chain.counts == alone.counts
@@ -99,34 +98,34 @@ def test_both_effects_are_there_or_ours_says_why_not(models, reports, caplog, ho
     steps, sampling = neighbour.steps, {"cfg": 3.0, **neighbour.sampling}
     # At ratio 0 the chain is what it is without us.
     order = ORDERS[len(name) % 2]
-    assert torch.equal(alone.image, Chain(model, [name], scope, order, ratio=0).image)
-    expected = scope
-    if neighbour.identity and neighbour.like_scope and scope == "block":
+    assert torch.equal(alone.image, Chain(model, [name], way, order, ratio=0).image)
+    expected = way
+    if neighbour.identity and neighbour.like_scope and way == "block":
         expected = neighbour.like_scope
     mine = tiny.sample(ours(model, expected), *SIZE, steps=steps, **sampling)
     assert torch.equal(mine, chains[0].image) == neighbour.identity
 
 
 PAIRS = [
-    (host, one, other, scope)
+    (host, one, other, way)
     for host, known in NEIGHBOURS.items()
     for one, other in itertools.combinations(known, 2)
-    for scope in SCOPES
+    for way in WAYS
 ]
 
 
-@pytest.mark.parametrize(("host", "one", "other", "scope"), matrix(PAIRS, every=120))
-def test_pairs_of_neighbours_work_with_ours(models, reports, host, one, other, scope):
+@pytest.mark.parametrize(("host", "one", "other", "way"), matrix(PAIRS, every=240))
+def test_pairs_of_neighbours_work_with_ours(models, reports, host, one, other, way):
     """Three nodes at once; a pair that fails by itself must fail the same way with ours."""
     try:
         stock = Chain(models[host], [one, other])
     except Exception as failure:
         with pytest.raises(type(failure)):
-            Chain(models[host], [one, other], scope, ratio=0)
+            Chain(models[host], [one, other], way, ratio=0)
         return
-    off = Chain(models[host], [one, other], scope, ratio=0)
+    off = Chain(models[host], [one, other], way, ratio=0)
     assert torch.equal(stock.image, off.image)
-    chain = Chain(models[host], [one, other], scope)
+    chain = Chain(models[host], [one, other], way)
     assert torch.isfinite(chain.image).all()
     assert chain.counts == stock.counts
     [report] = reports
@@ -235,7 +234,8 @@ class TestTwoOfOurs:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_neighbours_patch_in_one_block_leaves_the_others_whole(models, reports, scope):
-    """Only the block in which another node works gives way, and the message names it."""
+    """Only the block in which another node works gives way, and the message names it. Where
+    self-attention alone would merge, nothing does there, and none is reported."""
 
     def values(q, k, v, extra_options):
         return v
@@ -244,8 +244,8 @@ def test_a_neighbours_patch_in_one_block_leaves_the_others_whole(models, reports
     model.set_model_attn1_replace(values, "output", 2, 0)
     tiny.sample(ours(model, scope), *SIZE)
     [report] = reports
-    blocks = {block for block in report.blocks}
-    assert "output 2.0" in blocks and len(blocks) == 7
-    assert (report.reasons != ()) == (scope == "block")
-    if scope == "block":
+    stay = {"output 2.0"} if scope == "attention" else set()
+    assert len(report.blocks) == 7 - len(stay) and not stay & report.blocks.keys()
+    assert (report.reasons != ()) == (scope != "modules")
+    if report.reasons:
         assert report._aside == {report.reasons[0]: {"output 2.0"}}

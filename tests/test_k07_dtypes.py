@@ -13,14 +13,16 @@ import tiny
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from comfyui_toma.nodes.attach import attach
+from comfyui_toma.nodes.token_merge import METHODS
 from comfyui_toma.toma_core.config import MergeConfig, Region
 from comfyui_toma.toma_core.merge import LinearPlan
-from comfyui_toma.toma_core.planning import build_plan, reweigh
+from comfyui_toma.toma_core.planning import build_plan, lay_out, reweigh
 from comfyui_toma.toma_core.regions import build_layout
 from direct import Direct
 from matrix import matrix
+from merging import config_of
 from probe import _on_meta
-from recorder import Recorder
+from recorder import Recorder, known_to_mps
 
 SCOPES = ["block", "modules", "attention"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -41,6 +43,22 @@ SELECTING = MERGING | {
     *("fill_", "new_zeros", "new_full", "empty_like", "stack", "copy_"),
 }
 """What choosing and weighing may run besides."""
+
+MERGING_GROUPS = (
+    MERGING
+    | {"arange", "eq", "mul", "div", "clamp_min", "masked_fill"}
+    | {
+        *("amax", "maximum", "linalg_vector_norm"),
+    }
+)
+"""What merge and unmerge of the methods that match pairs may run: no sum by atomic additions."""
+
+MATCHING = SELECTING | {
+    *("randint", "remainder", "gather", "max", "repeat", "where", "index", "index_copy", "lt"),
+    *("scatter", "sort", "cumsum", "zeros", "zeros_like", "split_with_sizes", "constant_pad_nd"),
+    *("searchsorted", "clamp_max", "floor_divide", "ne", "lift_fresh"),
+}
+"""What matching pairs and making their tables may run besides."""
 
 WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique"}
 """Operations at which the host waits for the device."""
@@ -105,6 +123,32 @@ def test_merging_runs_allowed_operations_only(dtype, region):
         # Weights stand ready in the dtype of the model: nothing is converted when applied.
         assert merging.ops["_to_copy"] == 0
         assert not WAITING & (SELECTING | MERGING)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matching_pairs_runs_allowed_operations_only(dtype, method):
+    config = config_of(method)
+    for grids in (((16, 16),), ((9, 7), (5, 3))):
+        layout = lay_out(grids, config)
+        x = torch.randn(2, layout.tokens, 64).to(dtype)
+        with Recorder() as matching:
+            plan = build_plan(x, layout, config)
+            assert plan.merged < plan.tokens
+        with Recorder() as merging:
+            whole = torch.cat((x[:, :4], x), 1)
+            plan.unmerge(plan.merge(whole, 4), 4)
+        assert set(matching.ops) <= MATCHING, set(matching.ops) - MATCHING
+        assert set(merging.ops) <= MERGING_GROUPS, set(merging.ops) - MERGING_GROUPS
+        assert not WAITING & (MATCHING | MERGING_GROUPS)
+
+
+def test_every_allowed_operation_has_a_kernel_on_apples_gpus():
+    """Where one is missing, torch raises unless the user lets it run on the CPU."""
+    allowed = MATCHING | MERGING_GROUPS | SELECTING | MERGING
+    assert allowed <= known_to_mps(), allowed - known_to_mps()
+    # Torch has none of this one, a sum over groups that would be at hand.
+    assert "_embedding_bag" not in known_to_mps()
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -20,9 +20,9 @@ from comfyui_toma.toma_core.config import MergeConfig
 from comfyui_toma.toma_core.regions import build_layout
 from direct import Direct
 from matrix import matrix
+from merging import SCOPES, WAYS, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
-SCOPES = ["block", "modules", "attention"]
 SIZE = (16, 24)
 TEXT = 7
 
@@ -145,14 +145,14 @@ RANGES = [(0.0, 0.5), (0.4, 1.0), (0.25, 0.75)]
 
 
 @pytest.mark.parametrize(
-    ("name", "scope", "start", "end"),
-    matrix([(n, s, *r) for n in small.MODELS for s in SCOPES for r in RANGES], every=3),
+    ("name", "way", "start", "end"),
+    matrix([(n, w, *r) for n in small.MODELS for w in WAYS for r in RANGES], every=5),
 )
-def test_start_and_end_decide_which_steps_merge(models, name, scope, start, end, monkeypatch):
+def test_start_and_end_decide_which_steps_merge(models, name, way, start, end, monkeypatch):
     """Report 70: ``start_step`` is ignored."""
     model = models[name]
     sampling = model.get_model_object("model_sampling")
-    config = MergeConfig(scope=scope, start_percent=start, end_percent=end)
+    patched = attach(model, config_of(way, start_percent=start, end_percent=end))
     high = float("inf") if start == 0 else sampling.percent_to_sigma(start)
     low = -1.0 if end == 1 else sampling.percent_to_sigma(end)
     sigmas, merged = [], []
@@ -168,7 +168,7 @@ def test_start_and_end_decide_which_steps_merge(models, name, scope, start, end,
         return result
 
     monkeypatch.setattr(SamplingRun, "apply_model", watch)
-    tiny.sample(attach(model, config), 8, 16, cfg=1.0, steps=6)
+    tiny.sample(patched, 8, 16, cfg=1.0, steps=6)
     assert merged == [low < sigma <= high for sigma in sigmas]
     assert 0 < sum(merged) < 6
 

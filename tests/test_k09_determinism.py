@@ -13,8 +13,9 @@ import torch
 from comfy_extras.nodes_hypertile import HyperTile
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.run import SamplingRun
-from comfyui_toma.toma_core.config import MergeConfig, Region, Scope
+from comfyui_toma.toma_core.config import MergeConfig, Region
 from matrix import matrix
+from merging import WAYS, config_of
 
 STEPS = 4
 
@@ -28,12 +29,12 @@ def random_state():
 
 
 @pytest.mark.parametrize(
-    ("kind", "scope", "region"),
-    matrix(itertools.product(small.MODELS, Scope, Region), every=6),
+    ("kind", "way", "region"),
+    matrix(itertools.product(small.MODELS, WAYS, Region), every=9),
 )
-def test_the_same_seed_gives_the_same_image(kind, scope, region):
+def test_the_same_seed_gives_the_same_image(kind, way, region):
     """Twice in a row, queued again, after another workflow, and from a node that ran again."""
-    make, config = small.MODELS[kind], MergeConfig(scope=scope, region=region)
+    make, config = small.MODELS[kind], config_of(way, region=region)
     model = make()
     patched = attach(model, config)
     first = run(patched)
@@ -48,8 +49,8 @@ def test_the_same_seed_gives_the_same_image(kind, scope, region):
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
-@pytest.mark.parametrize("scope", Scope)
-def test_no_call_of_ours_moves_a_global_random_state(kind, scope, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_no_call_of_ours_moves_a_global_random_state(kind, way, monkeypatch):
     """Before and after every model call, and over the making and closing of a run."""
     moved = []
 
@@ -66,7 +67,7 @@ def test_no_call_of_ours_moves_a_global_random_state(kind, scope, monkeypatch):
     monkeypatch.setattr(SamplingRun, "close", unmoved(SamplingRun.close))
     model = small.MODELS[kind]()
     before = random_state()
-    patched = attach(model, MergeConfig(scope=scope, reuse_interval=2))
+    patched = attach(model, config_of(way, reuse_interval=2))
     assert random_state() == before
     run(patched)
     assert len(moved) > STEPS and not any(moved)

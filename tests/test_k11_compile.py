@@ -7,6 +7,7 @@ import os
 
 import comfy.ldm.flux.math
 import comfy.ldm.modules.attention
+import merging
 import pytest
 import small
 import tiny
@@ -20,7 +21,8 @@ from matrix import matrix
 from neighbours import NEIGHBOURS
 from torch._dynamo.utils import counters
 
-SCOPES = ["block", "modules", "attention"]
+WAYS = [way for way in merging.WAYS if way != "CA-ToMe"]
+"""CA-ToMe leaves another number of tokens at every choice: it is compiled for each of them."""
 ORDERS = ["compiled before ours", "compiled after ours"]
 SIZES = [(16, 16), (24, 16), (16, 24)]
 STEPS = 4
@@ -73,14 +75,14 @@ def compiled(model, keys=("diffusion_model",)):
     return model
 
 
-def ours(model, scope="block"):
-    return attach(model, MergeConfig(scope=scope, reuse_interval=2, weight_interval=2))
+def ours(model, way="block"):
+    return attach(model, merging.config_of(way, reuse_interval=2, weight_interval=2))
 
 
-def chain(model, scope, order, keys=("diffusion_model",)):
+def chain(model, way, order, keys=("diffusion_model",)):
     if order == ORDERS[0]:
-        return ours(compiled(model, keys), scope)
-    return compiled(ours(model, scope), keys)
+        return ours(compiled(model, keys), way)
+    return compiled(ours(model, way), keys)
 
 
 def graphs():
@@ -95,22 +97,26 @@ def run(model, size, batch=1):
     return tiny.sample(model, *size, batch=batch, steps=STEPS, cfg=1.0)
 
 
-# One order of each host with the scope that is set by default; everything on request.
-CASES = [("flux", "block", ORDERS[0], SIZES[:2]), ("sdxl", "block", ORDERS[1], SIZES[:1])]
+# One order of each host with the way that is set by default; everything on request.
+CASES = [
+    ("flux", "block", ORDERS[0], SIZES[:2]),
+    ("sdxl", "block", ORDERS[1], SIZES[:1]),
+    ("flux", "ToMe", ORDERS[1], SIZES[:1]),
+]
 if os.environ.get("TOMA_FULL"):
-    CASES = [(*case, SIZES) for case in itertools.product(small.MODELS, SCOPES, ORDERS)]
+    CASES = [(*case, SIZES) for case in itertools.product(small.MODELS, WAYS, ORDERS)]
 
 
-@pytest.mark.parametrize(("name", "scope", "order", "sizes"), CASES)
+@pytest.mark.parametrize(("name", "way", "order", "sizes"), CASES)
 def test_merging_is_compiled_once_per_size_and_never_breaks_a_graph(
-    reports, name, scope, order, sizes
+    reports, name, way, order, sizes
 ):
     """Smallest input of the kind: tiny Flux, 16 x 16, then 24 x 16."""
     model = make(name)
-    eager = [run(ours(model, scope), size) for size in sizes]
+    eager = [run(ours(model, way), size) for size in sizes]
     expected = list(reports)
     reports.clear()
-    patched = chain(model, scope, order)
+    patched = chain(model, way, order)
     for number, size in enumerate(sizes):
         # Queued twice: the second run finds everything compiled.
         for _ in range(2):

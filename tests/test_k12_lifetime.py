@@ -15,8 +15,9 @@ from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.options import KEY
 from comfyui_toma.nodes.run import Run
 from comfyui_toma.toma_core import session
-from comfyui_toma.toma_core.config import MergeConfig, Scope
+from comfyui_toma.toma_core.config import MergeConfig
 from matrix import matrix
+from merging import WAYS, config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = [(16, 16), (24, 16)]
@@ -73,12 +74,12 @@ def patterns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scope"), matrix(itertools.product(["sdxl", "flux"], Scope), every=3)
+    ("kind", "way"), matrix(itertools.product(["sdxl", "flux"], WAYS), every=4)
 )
-def test_twenty_runs_of_alternating_sizes_leave_no_tensor(kind, scope, patterns):
+def test_twenty_runs_of_alternating_sizes_leave_no_tensor(kind, way, patterns):
     """Report 80: caches that outlive the run. One run of the twenty is cancelled."""
     model = small.MODELS[kind]()
-    patched = attach(model, MergeConfig(scope=scope, reuse_interval=1))
+    patched = attach(model, config_of(way, reuse_interval=1))
     for size in SIZES:
         # ComfyUI's own first run leaves things of its own.
         tiny.sample(patched, *size)
@@ -94,10 +95,10 @@ def test_twenty_runs_of_alternating_sizes_leave_no_tensor(kind, scope, patterns)
     assert [each for each in patterns if each() is not None] == []
 
 
-@pytest.mark.parametrize("kind", small.MODELS)
-def test_nothing_of_a_run_waits_for_the_garbage_collector(kind, patterns):
+@pytest.mark.parametrize(("kind", "way"), matrix(itertools.product(small.MODELS, WAYS), every=3))
+def test_nothing_of_a_run_waits_for_the_garbage_collector(kind, way, patterns):
     """Patterns go as soon as the run ends, also after an abort: memory is free for the VAE."""
-    patched = attach(small.MODELS[kind](), MergeConfig())
+    patched = attach(small.MODELS[kind](), config_of(way))
     gc.collect()
     gc.disable()
     try:
@@ -110,11 +111,11 @@ def test_nothing_of_a_run_waits_for_the_garbage_collector(kind, patterns):
         gc.enable()
 
 
-@pytest.mark.parametrize(("kind", "scope"), matrix(itertools.product(small.MODELS, Scope), every=2))
-def test_the_inner_model_dies_with_the_model(kind, scope):
+@pytest.mark.parametrize(("kind", "way"), matrix(itertools.product(small.MODELS, WAYS), every=3))
+def test_the_inner_model_dies_with_the_model(kind, way):
     """No strong reference of ours keeps the weights."""
     model = small.MODELS[kind]()
-    patched = attach(model, MergeConfig(scope=scope))
+    patched = attach(model, config_of(way))
     run_or_cancel(patched, (8, 8))
     run_or_cancel(patched, (8, 8), cancel)
     inner = weakref.ref(model.model)
@@ -188,8 +189,9 @@ def test_a_run_copies_no_tensor_or_module_of_another_node(kind):
         assert all(options[name] is each for name, each in theirs.items())
 
 
+@pytest.mark.parametrize("way", ["block", "ToMe"])
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
-def test_a_run_holds_no_more_than_its_patterns(kind):
+def test_a_run_holds_no_more_than_its_patterns(kind, way):
     """Between two steps of our run there are as many tensors at the tenth step as at the third:
     old patterns are given up, not piled up."""
     counts = []
@@ -198,6 +200,6 @@ def test_a_run_holds_no_more_than_its_patterns(kind):
         if step in (3, 10):
             counts.append(live_tensors())
 
-    patched = attach(small.MODELS[kind](), MergeConfig(reuse_interval=1))
+    patched = attach(small.MODELS[kind](), config_of(way, reuse_interval=1))
     tiny.sample(patched, 16, 16, steps=12, callback=count)
     assert counts[0] == counts[1]

@@ -1,4 +1,5 @@
-"""Public bug reports (kinds K1, K2, K4, K9 and K10) over every method that matches pairs."""
+"""Public bug reports over the token-merging node, beyond those that ``test_k*.py`` run over every
+way of merging."""
 
 from __future__ import annotations
 
@@ -47,28 +48,6 @@ def test_odd_sizes_match_on_the_true_grid(model, method, height, width):
         levels.append(tuple(-(-side // 2) for side in levels[-1]))
     assert {each.plan.grids for each in made} <= {(level,) for level in levels}
     assert made
-
-
-def interrupted(model, noise):
-    def stop(step, *_):
-        if step == 2:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        tiny.sample(model, noise=noise, steps=4, callback=stop)
-
-
-def test_a_reused_model_equals_a_fresh_one(model, method):
-    """K2: sizes, batches and an abort leave nothing behind."""
-    patched = patch(model, method)
-    noises = [tiny.noise_for(model, 16, 16), tiny.noise_for(model, 24, 12, 2)]
-    fresh = [tiny.sample(patch(model, method), noise=noise, steps=4) for noise in noises]
-    for number in (0, 1, None, 0):
-        if number is None:
-            interrupted(patched, noises[0])
-        else:
-            again = tiny.sample(patched, noise=noises[number], steps=4)
-            assert torch.equal(again, fresh[number])
 
 
 def test_an_image_of_a_batch_equals_it_alone(model, method):

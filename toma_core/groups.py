@@ -1,7 +1,7 @@
 """Merging by groups: every token follows one token that is kept, itself or another.
 
-A group becomes one token and unmerging copies that token to all of its members. Sums run over
-sorted groups, never by atomic additions, so the same tokens give the same bits on every run.
+A group becomes one token and unmerging copies that token to all of its members. Sums have one order
+of additions (``segments.py``), so the same tokens give the same bits on every run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from .cells import CellLayout
 from .plan import MergePlan
 from .regions import Grid
+from .segments import Segments, build_segments, rows_of_all
 
 
 class Blend(Enum):
@@ -71,18 +71,16 @@ class GroupPlan(MergePlan):
 
     def merge_image(self, x: Tensor) -> Tensor:
         tables = self._tables
-        rows = x.flatten(0, 1)
         if self.blend is Blend.PRUNE:
-            merged = rows.index_select(0, _flat(tables.places, self.tokens))
-        else:
-            # In fp32: a half-precision sum of a large group overflows before it is divided.
-            merged = embedding_bag(tables.members, rows.float(), tables.starts, mode="mean")
-            if self.blend is Blend.NORM:
-                longest = embedding_bag(tables.members, _norm(rows), tables.starts, mode="max")
-                norm = _norm(merged)
-                # Opposite tokens cancel: their mean has no direction and stays zero.
-                merged = merged * (longest / norm.masked_fill(norm == 0, torch.inf))
-        return merged.to(x.dtype).unflatten(0, (self.batch, -1))
+            rows = rows_of_all(tables.places, self.batch * self.tokens)
+            return x.flatten(0, 1).index_select(0, rows).unflatten(0, (self.batch, -1))
+        merged = tables.segments.mean(x)
+        if self.blend is Blend.NORM:
+            longest = tables.segments.largest(_norm(x).squeeze(-1))
+            norm = _norm(merged)
+            # Opposite tokens cancel: their mean has no direction and stays zero.
+            merged = merged * (longest / norm.masked_fill(norm == 0, torch.inf))
+        return merged.to(x.dtype)
 
     def unmerge_image(self, y: Tensor) -> Tensor:
         whole = y.flatten(0, 1).index_select(0, self._tables.slot_rows)
@@ -108,8 +106,7 @@ class _Tables:
         slots: ``(batch, tokens)`` slot of every token's group.
         slot_rows: the same as rows of all samples in one, flat.
         places: ``(batch, merged)`` kept token of every slot; 0 for padding.
-        members: ``(batch * tokens,)`` tokens as rows of all samples in one, slot by slot.
-        starts: ``(batch * merged,)`` where in ``members`` every slot begins.
+        segments: tokens slot by slot.
     """
 
     merged_per_grid: tuple[int, ...]
@@ -117,8 +114,7 @@ class _Tables:
     slots: Tensor
     slot_rows: Tensor
     places: Tensor
-    members: Tensor
-    starts: Tensor
+    segments: Segments
 
 
 def _build_tables(layout: CellLayout, follows: Tensor, kept: tuple[int, ...] | None) -> _Tables:
@@ -147,26 +143,16 @@ def _build_tables(layout: CellLayout, follows: Tensor, kept: tuple[int, ...] | N
     slot = slot.masked_fill(follows != token, merged)
     places = torch.zeros(batch, merged + 1, dtype=torch.long, device=token.device)
     places = places.scatter(1, slot, token.expand(batch, tokens))[:, :merged]
-    members = slots.argsort(dim=1, stable=True)
-    wanted = torch.arange(merged, device=token.device).expand(batch, merged)
-    starts = torch.searchsorted(slots.gather(1, members), wanted.contiguous())
     return _Tables(
         kept,
         padding,
         slots,
-        _flat(slots, merged),
+        rows_of_all(slots, batch * merged),
         places,
-        _flat(members, tokens),
-        _flat(starts, tokens),
+        build_segments(slots, merged),
     )
 
 
-def _flat(index: Tensor, length: int) -> Tensor:
-    """``(batch, n)`` places in sequences of ``length`` as rows of all sequences in one, flat."""
-    first = torch.arange(index.shape[0], device=index.device) * length
-    return (index + first[:, None]).flatten()
-
-
 def _norm(x: Tensor) -> Tensor:
-    """``(rows, channels)`` -> ``(rows, 1)`` length of every row, in fp32."""
+    """``(..., channels)`` -> ``(..., 1)`` length of every row, in fp32."""
     return torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)

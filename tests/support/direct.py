@@ -7,7 +7,7 @@ from typing import Any
 import tiny
 import torch
 from comfyui_toma.nodes.attach import attach, open_run
-from comfyui_toma.toma_core.config import MergeConfig
+from merging import config_of
 
 SIGMA = torch.tensor([0.7])
 
@@ -18,14 +18,14 @@ class Direct:
     def __init__(
         self,
         model: Any,
-        scope: str = "block",
+        way: str = "block",
         ratio: float = 0.5,
         device: str = "cpu",
         batch: int = 1,
         size: tuple[int, int] = (16, 12),
         **settings: Any,
     ) -> None:
-        self._model = attach(model, MergeConfig(ratio=ratio, scope=scope, **settings))
+        self._model = attach(model, config_of(way, ratio, **settings))
         is_flux = tiny.is_flux(model)
         generator = torch.Generator().manual_seed(4)
         self.x = torch.randn(1, 16 if is_flux else 4, *size, generator=generator)

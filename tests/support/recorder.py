@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
+import torchgen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchgen.gen import parse_native_yaml
+from torchgen.model import DispatchKey
 
 
 class Recorder(TorchDispatchMode):
@@ -32,3 +37,21 @@ class Recorder(TorchDispatchMode):
         if len({tensor.device for tensor in tensors if tensor.ndim}) > 1:
             self.moves.append(name)
         return result
+
+
+@functools.cache
+def known_to_mps() -> frozenset[str]:
+    """Operations that run on Apple's GPUs, by the list from which torch itself is built."""
+    folder = Path(torchgen.__file__).parent / "packaged/ATen/native"
+    parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    kernels = parsed.backend_indices[DispatchKey.MPS].index
+    return frozenset(
+        function.func.name.name.base + ("_" if function.func.name.name.inplace else "")
+        for function in parsed.native_functions
+        # Variants with an output to write into are made of those without, whatever these lack.
+        if not function.func.is_out_fn()
+        and (
+            function.has_composite_kernel
+            or (function.structured_delegate or function.func.name) in kernels
+        )
+    )
