@@ -166,8 +166,9 @@ def test_memory_holds_one_epoch_and_only_tokens_that_merge_away():
         heads = torch.randn(len(group), 2, 64, 4)
         carry.keys(heads, heads, 2, 0)
         carry.give(part)
-        # detail, keys and values of 16 of 64 tokens, of the conditions that this epoch knows
-        kept = [len(group) * 3 * 16 * 8 * 4, 2 * 3 * 16 * 8 * 4]
+        # detail (and a row of zeros), keys and values of 16 of 64 tokens in float32, of as many
+        # conditions as this epoch knows
+        kept = [samples * (17 + 16 + 16) * 8 * 4 for samples in (len(group), 2)]
         assert session.kept_bytes in kept
 
 

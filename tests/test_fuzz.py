@@ -27,6 +27,7 @@ SEED = int(os.environ.get("TOMA_SEED", "0"))
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 SAMPLERS = ["euler", "euler_ancestral", "heun", "dpmpp_2m", "dpmpp_sde", "uni_pc", "lcm"]
+PROTECTED = [None, torch.zeros(1, 9, 9), torch.eye(7)[None], torch.ones(2, 5, 8).tril()]
 RANGES = [(0.0, 1.0), (0.0, 0.5), (0.4, 1.0), (0.3, 0.7)]
 
 
@@ -68,6 +69,8 @@ def nodes(draw, host):
         "weight_interval": draw(st.integers(1, 4)),
         "region": draw(st.sampled_from(Region)).value,
         "scope": draw(st.sampled_from(Scope)).value,
+        "keep_detail": draw(st.booleans()),
+        "protect": draw(st.sampled_from(PROTECTED)),
     }
     if node is ToMAPatchSDXL:
         values["max_downsample"] = draw(st.sampled_from(["1", "2", "4", "8"]))

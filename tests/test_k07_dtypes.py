@@ -20,7 +20,7 @@ from comfyui_toma.toma_core.planning import build_plan, lay_out, reweigh
 from comfyui_toma.toma_core.regions import build_layout
 from direct import Direct
 from matrix import matrix
-from merging import config_of
+from merging import KEEPING, config_of
 from probe import _on_meta
 from recorder import Recorder, known_to_mps
 
@@ -43,6 +43,11 @@ SELECTING = MERGING | {
     *("fill_", "new_zeros", "new_full", "empty_like", "stack", "copy_"),
 }
 """What choosing and weighing may run besides."""
+
+KEEPING_DETAIL = SELECTING | {
+    *("any", "zeros", "zeros_like", "full_like", "scatter", "sort", "gather"),
+}
+"""What a whole step may run besides."""
 
 MERGING_GROUPS = (
     MERGING
@@ -145,13 +150,13 @@ def test_matching_pairs_runs_allowed_operations_only(dtype, method):
 
 def test_every_allowed_operation_has_a_kernel_on_apples_gpus():
     """Where one is missing, torch raises unless the user lets it run on the CPU."""
-    allowed = MATCHING | MERGING_GROUPS | SELECTING | MERGING
+    allowed = MATCHING | MERGING_GROUPS | SELECTING | MERGING | KEEPING_DETAIL
     assert allowed <= known_to_mps(), allowed - known_to_mps()
     # Torch has none of this one, a sum over groups that would be at hand.
     assert "_embedding_bag" not in known_to_mps()
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", [*SCOPES, *KEEPING])
 @pytest.mark.parametrize("host", ["sdxl", "flux"])
 def test_a_step_waits_for_the_device_once_and_never_within_a_block(models, host, scope):
     """Against the same call of stock: the noise level is read once, whatever the blocks."""
@@ -169,7 +174,8 @@ def test_a_step_waits_for_the_device_once_and_never_within_a_block(models, host,
     assert {name for name in added if name not in stock} - WAITING <= MERGING | {"arange"}
     # A step that chooses anew may run more, once the tables of a size are made.
     chosen = extra(add={"uuids": ["another condition"]})
-    assert {name for name in chosen if name not in stock} - WAITING <= SELECTING
+    choosing = KEEPING_DETAIL if scope in KEEPING else SELECTING
+    assert {name for name in chosen if name not in stock} - WAITING <= choosing
     assert sum((chosen - stock)[name] for name in WAITING) <= 1
     # Tables are made on the host, once per size and run.
     assert sum((layouts_and_choice - stock)[name] for name in WAITING) > 1

@@ -80,9 +80,9 @@ def watch(monkeypatch):
     put_together, take = session.Session.plan, Site.plan
 
     def plan_of_session(self, *args):
-        plan = put_together(self, *args)
-        watch.born[id(plan)] = len(watch.calls) - 1
-        return plan
+        held = put_together(self, *args)
+        watch.born[id(held.plan)] = len(watch.calls) - 1
+        return held
 
     def plan_of_site(self, *args):
         plan = take(self, *args)

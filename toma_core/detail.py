@@ -24,7 +24,8 @@ class Kept:
     """What is kept of one function of tokens, for the tokens that merge away.
 
     Attributes:
-        detail: ``(batch, sources, channels)`` its result less what the destinations tell of it.
+        detail: ``(batch, sources + 1, channels)`` its result less what the destinations tell of it;
+            the last row is zero, for tokens that lose nothing.
         keys, values: of its self-attention, the tokens on the axis on which attention has them;
             None where it has none.
     """
@@ -91,7 +92,7 @@ class Carry:
         if self._kept is None:
             return self.plan.unmerge(y, prefix)
         plan = _carrying(self.plan)
-        image = plan.add_to_sources(plan.unmerge_image(y[:, prefix:]), self._kept.detail)
+        image = plan.unmerge_image(y[:, prefix:]) + plan.of_sources(self._kept.detail)
         return torch.cat((y[:, :prefix], image), 1) if prefix else image
 
     def keys(self, k: Tensor, v: Tensor, axis: int, prefix: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,8 @@ class Carry:
     def _keep(self, y: Tensor) -> None:
         plan = _carrying(self.plan)
         told = plan.unmerge_image(plan.merge_image(y))
-        detail = take_rows(y - told, plan.source_index, 1)
+        lost = take_rows(y - told, plan.source_index, 1)
+        detail = torch.cat((lost, torch.zeros_like(lost[:, :1])), 1)
         assert self._memory is not None  # else nothing runs whole
         self._memory[self._name] = Kept(detail, *(self._keys or ()))
 

@@ -105,28 +105,38 @@ class CarryPlan(RegionPlan):
         rows = x.flatten(0, 1).index_select(0, self._kept_rows)
         return rows.unflatten(0, (self.batch, -1))
 
-    def add_to_sources(self, x: Tensor, detail: Tensor) -> Tensor:
-        """``x`` ``(batch, tokens, channels)`` with ``detail`` added to its sources, in order."""
-        rows = x.flatten(0, 1)
-        index = self._rows(self.source_index)
-        sources = rows.index_select(0, index) + detail.flatten(0, 1)
-        return rows.index_copy(0, index, sources).unflatten(0, (self.batch, -1))
+    def of_sources(self, detail: Tensor) -> Tensor:
+        """``(batch, sources + 1, channels)`` -> ``(batch, tokens, channels)``.
 
-    @cached_property
+        Each source gets its row, in order; destinations get the last one.
+        """
+        rows = detail.flatten(0, 1).index_select(0, self._sources[1])
+        return rows.unflatten(0, (self.batch, -1))
+
+    @property
     def source_index(self) -> Tensor:
         """``(batch, tokens - merged)`` tokens that merge away, rising."""
-        is_kept = torch.zeros(
-            self.batch, self.tokens, dtype=torch.long, device=self.destinations.device
-        ).scatter(1, self.positions(), 1)
-        return is_kept.argsort(dim=1, stable=True)[:, : self.tokens - self.merged]
+        return self._sources[0]
+
+    @cached_property
+    def _sources(self) -> tuple[Tensor, Tensor]:
+        """``source_index``, and the row of detail of every token, flat; made at whole steps."""
+        positions, (batch, tokens) = self.positions(), (self.batch, self.tokens)
+        is_kept = torch.zeros(batch, tokens, dtype=torch.long, device=positions.device)
+        is_kept = is_kept.scatter(1, positions, 1)
+        sources = tokens - self.merged
+        index = is_kept.argsort(dim=1, stable=True)[:, :sources]
+        place = torch.arange(sources, device=index.device).expand(batch, -1)
+        row = torch.full_like(is_kept, sources).scatter(1, index, place)
+        return index, self._rows(row, sources + 1)
 
     @cached_property
     def _kept_rows(self) -> Tensor:
-        return self._rows(self.positions())
+        return self._rows(self.positions(), self.tokens)
 
-    def _rows(self, index: Tensor) -> Tensor:
-        """Tokens of every sample as rows of all samples in one, flat."""
-        first = torch.arange(self.batch, device=index.device) * self.tokens
+    def _rows(self, index: Tensor, length: int) -> Tensor:
+        """Indices of samples of ``length`` rows as rows of all samples in one, flat."""
+        first = torch.arange(self.batch, device=index.device) * length
         return (index + first[:, None]).flatten()
 
     def joined(self, others: Sequence[CarryPlan]) -> CarryPlan:
@@ -154,8 +164,11 @@ def assign(
     """
     cosine = _cosine(x, layout, destinations)
     if layout.protected is not None:
-        alone = layout.protected[:, None, :] | _protected(layout, destinations)[..., None]
-        cosine = cosine.masked_fill(alone & ~_own(layout, destinations), -torch.inf)
+        cosine = (
+            cosine.masked_fill(layout.protected[:, None, :], -torch.inf)
+            .masked_fill(_protected(layout, destinations)[..., None], -torch.inf)
+            .masked_fill(_own(layout, destinations), 1.0)
+        )
     assignment = _assignment(cosine, layout, temperature)
     size = assignment.sum(-1, keepdim=True)
     # Only an unused slot has an empty group: it stays zero instead of 0 / 0.
@@ -190,7 +203,7 @@ def _cosine(x: Tensor, layout: RegionLayout, destinations: Tensor) -> Tensor:
 def _own(layout: RegionLayout, destinations: Tensor) -> Tensor:
     """``(batch, regions, kept, size)`` True where a destination meets itself, unused slots not."""
     own = torch.arange(layout.size, device=destinations.device) == destinations[..., None]
-    return own & ~_unused(layout)[:, :, None]
+    return own.masked_fill(_unused(layout)[:, :, None], False)
 
 
 def _protected(layout: RegionLayout, destinations: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ from comfyui_toma.nodes.token_merge import METHODS, TokenMergePatchModel
 from comfyui_toma.toma_core.config import Matching, MergeConfig, Scope
 
 SCOPES = [scope.value for scope in Scope]
-WAYS = [*SCOPES, *METHODS]
-"""ToMA in each of its scopes, and the methods that match tokens in pairs."""
+KEEPING = [f"{scope}, detail kept" for scope in SCOPES]
+WAYS = [*SCOPES, *KEEPING, *METHODS]
+"""ToMA in each of its scopes, without and with kept detail, and the methods that match tokens in
+pairs."""
 THRESHOLD = 0.5
 """At this cosine the random weights of tiny models merge some tokens and not others."""
 
@@ -19,6 +21,9 @@ def config_of(way: str, ratio: float = 0.5, **changes: Any) -> MergeConfig:
     switches it off."""
     if way in SCOPES:
         return MergeConfig(ratio=ratio, scope=Scope(way), **changes)
+    if way in KEEPING:
+        scope = SCOPES[KEEPING.index(way)]
+        return MergeConfig(ratio=ratio, scope=Scope(scope), keep_detail=True, **changes)
     matching = Matching(way, threshold=0.0 if ratio else 1.0)
     return MergeConfig(ratio=ratio, scope=Scope.ATTENTION, matching=matching, **changes)
 
