@@ -39,7 +39,17 @@ sort, CUDA graphs fail at whatever reads a number (reports 63 and 64)."""
 
 SELECTING = MERGING | {
     *("arange", "mul", "div", "linalg_vector_norm", "clamp_min", "clamp_", "sum", "argmax"),
-    *("maximum", "amax", "eq", "ge", "bitwise_not", "bitwise_or", "masked_fill", "_softmax"),
+    *(
+        "maximum",
+        "amax",
+        "eq",
+        "ge",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_and",
+        "masked_fill",
+        "_softmax",
+    ),
     *("fill_", "new_zeros", "new_full", "empty_like", "stack", "copy_"),
 }
 """What choosing and weighing may run besides."""
