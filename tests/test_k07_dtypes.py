@@ -15,6 +15,7 @@ from comfy.ldm.modules.attention import attention_pytorch
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.token_merge import METHODS
 from comfyui_toma.toma_core.config import MergeConfig, Region
+from comfyui_toma.toma_core.detail import Carry
 from comfyui_toma.toma_core.merge import LinearPlan
 from comfyui_toma.toma_core.planning import build_plan, lay_out, reweigh
 from comfyui_toma.toma_core.regions import build_layout
@@ -53,6 +54,9 @@ SELECTING = MERGING | {
     *("fill_", "new_zeros", "new_full", "empty_like", "stack", "copy_"),
 }
 """What choosing and weighing may run besides."""
+
+KEEPING = MERGING | {"arange", "mul", "zeros", "scatter", "sort", "index_copy"}
+"""What keeping detail may run at a whole step; tables of what merges away are made there."""
 
 MERGING_GROUPS = (
     MERGING
@@ -135,6 +139,25 @@ def test_merging_runs_allowed_operations_only(dtype, region):
         assert not WAITING & (SELECTING | MERGING)
 
 
+@pytest.mark.parametrize("region", Region)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keeping_detail_runs_allowed_operations_only(dtype, region):
+    config = MergeConfig(region=region, keep_detail=True)
+    layout = build_layout(((9, 7), (5, 3)), config)
+    x = torch.randn(2, layout.tokens, 64).to(dtype)
+    plan = build_plan(x, layout, config)
+    kept = {}
+    for whole, allowed in ((True, KEEPING), (False, MERGING | {"arange", "mul", "index_copy"})):
+        with Recorder() as recorder:
+            carry = Carry(plan, "block", kept, whole)
+            tokens = carry.take(x)
+            keys, _ = carry.keys(tokens, tokens, 1, 0)
+            result = carry.give(tokens)
+        # Whatever ran, attention sees all keys, and all tokens get a result.
+        assert keys.shape == result.shape == x.shape
+        assert set(recorder.ops) <= allowed, set(recorder.ops) - allowed
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matching_pairs_runs_allowed_operations_only(dtype, method):
@@ -155,7 +178,7 @@ def test_matching_pairs_runs_allowed_operations_only(dtype, method):
 
 def test_every_allowed_operation_has_a_kernel_on_apples_gpus():
     """Where one is missing, torch raises unless the user lets it run on the CPU."""
-    allowed = MATCHING | MERGING_GROUPS | SELECTING | MERGING
+    allowed = MATCHING | MERGING_GROUPS | KEEPING | SELECTING | MERGING
     assert allowed <= known_to_mps(), allowed - known_to_mps()
     # Torch has none of this one, a sum over groups that would be at hand.
     assert "_embedding_bag" not in known_to_mps()
