@@ -56,6 +56,8 @@ class _Uncompiled:
 
 UNCOMPILED = _Uncompiled()
 
+RESHAPED = "another node changed the number of tokens or samples"
+
 
 class Host(Protocol):
     """Merges the blocks of one diffusion model."""
@@ -124,7 +126,7 @@ class Site:
         run, epoch = self._run, self._epoch
         layout = run.session.layout(grids, x.device)
         if layout.tokens != x.shape[1] or x.shape[0] % len(self._conditions) or epoch is None:
-            run.report.aside("another node changed the number of tokens or samples", block)
+            run.report.aside(RESHAPED, block)
             return None
         if layout.is_identity:
             protected = getattr(layout, "protected", None)

@@ -20,7 +20,7 @@ from ..toma_core.plan import MergePlan, Place
 from .attention import with_all_keys
 from .options import Call
 from .overrides import Original, Override
-from .run import Run, Site
+from .run import RESHAPED, Run, Site
 
 PATCH_POINTS = (
     "attn1_patch",
@@ -201,10 +201,13 @@ class UNetBlock:
             self._plan = None
 
     def _carry_of(self, module: str, x: Tensor) -> Carry | None:
-        plan = self._plan
-        if plan is None or not plan.fits(x):
+        plan, name = self._plan, f"{self._name} {module}"
+        if plan is None:
             return None
-        return self._site.carry(f"{self._name} {module}", plan)
+        if not plan.fits(x):
+            self._run.report.aside(RESHAPED, name)
+            return None
+        return self._site.carry(name, plan)
 
     def _merged_attention(self, name: str) -> Any:
         forward = self._modules[name]

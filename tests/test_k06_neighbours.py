@@ -188,6 +188,17 @@ def test_the_vae_is_untouched_while_merging(models, scope):
     assert len(during) == 2 and all(torch.equal(before, one) for one in during)
 
 
+@pytest.mark.parametrize("scope", ["modules", "attention"])
+def test_attention_in_tiles_is_said_to_stay_whole(models, reports, scope):
+    """HyperTile cuts the tokens of attention into a batch of tiles."""
+    chain = Chain(models["sdxl"], ["HyperTile"], scope)
+    [report] = reports
+    assert report.reasons == ("another node changed the number of tokens or samples",)
+    [blocks] = report._aside.values()
+    assert blocks and all(block.endswith("attn1") for block in blocks)
+    assert torch.isfinite(chain.image).all()
+
+
 @pytest.mark.parametrize("host", MODELS)
 def test_normalized_attention_guidance_is_not_bypassed(models, host):
     """Report 52: with NAG, the accelerator was silently bypassed."""

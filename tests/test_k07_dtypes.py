@@ -15,6 +15,7 @@ from comfy.ldm.modules.attention import attention_pytorch
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.token_merge import METHODS
 from comfyui_toma.toma_core.config import MergeConfig, Region
+from comfyui_toma.toma_core.detail import Carry
 from comfyui_toma.toma_core.merge import LinearPlan
 from comfyui_toma.toma_core.planning import build_plan, lay_out, reweigh
 from comfyui_toma.toma_core.regions import build_layout
@@ -39,7 +40,17 @@ sort, CUDA graphs fail at whatever reads a number (reports 63 and 64)."""
 
 SELECTING = MERGING | {
     *("arange", "mul", "div", "linalg_vector_norm", "clamp_min", "clamp_", "sum", "argmax"),
-    *("maximum", "amax", "eq", "ge", "bitwise_not", "bitwise_or", "masked_fill", "_softmax"),
+    *(
+        "maximum",
+        "amax",
+        "eq",
+        "ge",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_and",
+        "masked_fill",
+        "_softmax",
+    ),
     *("fill_", "new_zeros", "new_full", "empty_like", "stack", "copy_"),
 }
 """What choosing and weighing may run besides."""
@@ -128,6 +139,25 @@ def test_merging_runs_allowed_operations_only(dtype, region):
         # Weights stand ready in the dtype of the model: nothing is converted when applied.
         assert merging.ops["_to_copy"] == 0
         assert not WAITING & (SELECTING | MERGING)
+
+
+@pytest.mark.parametrize("region", Region)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keeping_detail_runs_allowed_operations_only(dtype, region):
+    config = MergeConfig(region=region, keep_detail=True)
+    layout = build_layout(((9, 7), (5, 3)), config)
+    x = torch.randn(2, layout.tokens, 64).to(dtype)
+    plan = build_plan(x, layout, config)
+    kept = {}
+    for whole, allowed in ((True, KEEPING_DETAIL), (False, MERGING)):
+        with Recorder() as recorder:
+            carry = Carry(plan, "block", kept, whole)
+            tokens = carry.take(x)
+            keys, _ = carry.keys(tokens, tokens, 1, 0)
+            result = carry.give(tokens)
+        # Whatever ran, attention sees all keys, and all tokens get a result.
+        assert keys.shape == result.shape == x.shape
+        assert set(recorder.ops) <= allowed, set(recorder.ops) - allowed
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -189,7 +189,9 @@ def test_the_host_waits_at_most_once_per_matching_for_all_conditions(method, wai
     for selection in range(3):
         lists.clear()
         with HostWaits() as host:
-            plan = session.plan(place, ("positive", "negative"), Epoch(selection, 0), layout, x)
+            plan = session.plan(
+                place, ("positive", "negative"), Epoch(selection, 0), layout, x
+            ).plan
             for _ in range(4):
                 plan.unmerge(plan.merge(x))
                 plan.hide_padding(None, x.dtype)

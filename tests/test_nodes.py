@@ -147,7 +147,8 @@ def test_leaves_import_only_the_config_and_hosts_never_one_another():
         "plan": {".regions"},
         "merge": {".config", ".plan", ".regions"},
         "cells": {".config", ".regions"},
-        "groups": {".cells", ".plan", ".regions"},
+        "segments": set(),
+        "groups": {".cells", ".plan", ".regions", ".segments"},
         "schedule": {".config"},
     }
     for leaf, names in allowed.items():

@@ -72,12 +72,13 @@ def test_a_session_plans_each_condition_by_itself():
     features = {key: torch.randn(2, 64, 6) for key in "ab"}
     epoch, site = Epoch(0, 0), Place()
     apart, joint = Session(config), Session(config)
-    alone = {key: apart.plan(site, (key,), epoch, layout, features[key]) for key in "ba"}
-    both = joint.plan(site, ("a", "b"), epoch, layout, torch.cat((features["a"], features["b"])))
+    alone = {key: apart.plan(site, (key,), epoch, layout, features[key]).plan for key in "ba"}
+    x = torch.cat((features["a"], features["b"]))
+    both = joint.plan(site, ("a", "b"), epoch, layout, x).plan
     assert torch.equal(both.merge_weights[:2], alone["a"].merge_weights)
     assert torch.equal(both.merge_weights[2:], alone["b"].merge_weights)
     # Grouped anew within the epoch, the held plans serve again, whatever the features are now.
-    again = joint.plan(site, ("b",), epoch, layout, torch.randn(2, 64, 6))
+    again = joint.plan(site, ("b",), epoch, layout, torch.randn(2, 64, 6)).plan
     assert torch.equal(again.merge_weights, alone["b"].merge_weights)
 
 
@@ -86,12 +87,12 @@ def test_a_session_holds_plans_for_their_epoch_only():
     layout = build_layout(((8, 8),), config)
     session, site = Session(config), Place()
     x = torch.randn(1, 64, 6)
-    plan = session.plan(site, ("a",), Epoch(0, 0), layout, x)
-    assert session.held(site, ("a",), Epoch(0, 0)) is plan
+    plan = session.plan(site, ("a",), Epoch(0, 0), layout, x).plan
+    assert session.held(site, ("a",), Epoch(0, 0)).plan is plan
     assert session.held(site, ("a",), Epoch(0, 1)) is None
     moved = torch.randn(1, 64, 6)
-    reweighed = session.plan(site, ("a",), Epoch(0, 1), layout, moved)
+    reweighed = session.plan(site, ("a",), Epoch(0, 1), layout, moved).plan
     assert torch.equal(reweighed.destinations, plan.destinations)
     assert not torch.equal(reweighed.merge_weights, plan.merge_weights)
-    selected = session.plan(site, ("a",), Epoch(1, 0), layout, moved)
+    selected = session.plan(site, ("a",), Epoch(1, 0), layout, moved).plan
     assert not torch.equal(selected.destinations, plan.destinations)

@@ -72,7 +72,7 @@ class GroupPlan(MergePlan):
     def merge_image(self, x: Tensor) -> Tensor:
         tables = self._tables
         if self.blend is Blend.PRUNE:
-            rows = rows_of_all(tables.places, self.batch * self.tokens)
+            rows = rows_of_all(tables.places, self.tokens)
             return x.flatten(0, 1).index_select(0, rows).unflatten(0, (self.batch, -1))
         merged = tables.segments.mean(x)
         if self.blend is Blend.NORM:
@@ -147,7 +147,7 @@ def _build_tables(layout: CellLayout, follows: Tensor, kept: tuple[int, ...] | N
         kept,
         padding,
         slots,
-        rows_of_all(slots, batch * merged),
+        rows_of_all(slots, merged),
         places,
         build_segments(slots, merged),
     )

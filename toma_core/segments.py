@@ -2,8 +2,8 @@
 
 Atomic additions leave the order of a sum to chance, and not every backend has another sum over
 groups of unlike sizes. Here rows stand group by group and are cut into chunks. A product with a
-matrix of zeros and ones sums each group within each chunk; a second one adds what later chunks hold
-of a group that began before them.
+matrix of zeros and ones sums each group within each chunk. What a chunk holds of a group that began
+in an earlier one is its first sum; these sums are rows again, fewer, and are summed in turn.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-CHUNK = 64
-"""Rows of a chunk: few enough that a product costs little beside the rows themselves."""
+CHUNK = 16
+"""Rows of a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,58 +24,58 @@ class Segments:
 
     Attributes:
         rows: ``(batch * chunks, CHUNK)`` rows of all samples in one, group by group.
-        turns: ``(batch * chunks, CHUNK)`` which group of its chunk each row belongs to, from 0; -1
-            where a last chunk is filled up.
-        begins: ``(batch, groups)`` where each group begins, as chunk * CHUNK + turn.
-        continues: ``(batch, chunks)`` the group of an earlier chunk that goes on in each; -1 for
-            none.
+        turns: ``(batch * chunks, CHUNK)`` which group of its chunk each row belongs to, from 0.
+        begins: ``(batch * groups,)`` where each group begins, as chunk * CHUNK + turn, over all
+            samples.
         sizes: ``(batch, groups, 1)`` rows of each group, which may be none.
+        later: groups of the chunks' first sums; None where no chunk begins within a group.
     """
 
     rows: Tensor
     turns: Tensor
     begins: Tensor
-    continues: Tensor
     sizes: Tensor
+    later: Segments | None
 
     def mean(self, x: Tensor) -> Tensor:
         """``(batch, rows, channels)`` -> ``(batch, groups, channels)``, zero for an empty group.
 
         In fp32: a half-precision sum of a large group overflows before it is divided.
         """
-        chunks = x.flatten(0, 1).index_select(0, self.rows.flatten()).float()
-        sums = self._near() @ chunks.unflatten(0, self.rows.shape)
-        later = self._far() @ sums[:, 0].unflatten(0, self.continues.shape)
-        return (self._begun(sums) + later) / self.sizes.clamp_min(1)
+        return self._sum(x.flatten(0, 1)) / self.sizes.clamp_min(1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """``(batch, rows)`` not negative -> ``(batch, groups, 1)``, zero for an empty group."""
-        chunks = x.flatten().index_select(0, self.rows.flatten()).reshape(self.rows.shape)
-        most = (self._near() * chunks[:, None]).amax(-1, keepdim=True)
-        later = self._far() * most[:, 0].reshape(self.continues.shape)[:, None]
-        return self._begun(most).maximum(later.amax(-1, keepdim=True))
+        """``(batch, rows)``, none negative -> ``(batch, groups, 1)``, zero for an empty group."""
+        return self._largest(x.flatten())
 
-    def _near(self) -> Tensor:
+    def _sum(self, x: Tensor) -> Tensor:
+        chunks = x.index_select(0, self.rows.flatten()).float().unflatten(0, self.rows.shape)
+        sums = self._belongs() @ chunks
+        found = self._begun(sums)
+        return found if self.later is None else found + self.later._sum(sums[:, 0])
+
+    def _largest(self, x: Tensor) -> Tensor:
+        chunks = x.index_select(0, self.rows.flatten()).reshape(self.rows.shape)
+        most = (self._belongs() * chunks[:, None]).amax(-1)
+        found = self._begun(most[..., None])
+        return found if self.later is None else found.maximum(self.later._largest(most[:, 0]))
+
+    def _belongs(self) -> Tensor:
         """``(batch * chunks, CHUNK, CHUNK)`` 1 where a row belongs to a group of its chunk."""
         turn = torch.arange(CHUNK, device=self.turns.device)
         return (self.turns[:, None] == turn[:, None]).float()
 
-    def _far(self) -> Tensor:
-        """``(batch, groups, chunks)`` 1 where a group of an earlier chunk goes on."""
-        group = torch.arange(self.begins.shape[1], device=self.begins.device)
-        return (self.continues[:, None] == group[:, None]).float()
-
     def _begun(self, parts: Tensor) -> Tensor:
-        """``(batch * chunks, CHUNK, channels)`` -> that of each group in the chunk it begins in."""
-        begun = parts.flatten(0, 1).index_select(0, rows_of_all(self.begins, self.turns.numel()))
-        return begun.unflatten(0, self.begins.shape).masked_fill(self.sizes == 0, 0.0)
+        """What the chunks found: ``(batch * chunks, CHUNK, channels)`` -> that of every group."""
+        begun = parts.flatten(0, 1).index_select(0, self.begins)
+        return begun.unflatten(0, self.sizes.shape[:2]).masked_fill(self.sizes == 0, 0.0)
 
 
 def build_segments(groups: Tensor, count: int) -> Segments:
     """Sort rows by group.
 
     Args:
-        groups: ``(batch, rows)`` group of each row, from 0.
+        groups: ``(batch, rows)`` group of each row, from 0; -1 for a row that belongs to none.
         count: number of groups; some may be empty.
     """
     batch, rows = groups.shape
@@ -82,34 +83,28 @@ def build_segments(groups: Tensor, count: int) -> Segments:
     ordered = groups.gather(1, order)
     wanted = torch.arange(count + 1, device=groups.device).expand(batch, -1).contiguous()
     edges = torch.searchsorted(ordered, wanted)
-    # A last chunk is filled up with rows that count for nothing.
-    fill = (0, -rows % CHUNK)
-    order, ordered = (torch.nn.functional.pad(each, fill) for each in (order, ordered))
-    chunks = ordered.unflatten(1, (-1, CHUNK))
-    is_next = torch.nn.functional.pad(chunks[..., 1:] != chunks[..., :-1], (1, 0))
-    turns = is_next.cumsum(-1).flatten(1)
+    # The last chunk is filled up with rows of a group that nobody asks for.
+    chunks = pad(ordered, (0, -rows % CHUNK), value=count).unflatten(1, (-1, CHUNK))
+    order = pad(order, (0, -rows % CHUNK))
+    turns = pad(chunks[..., 1:] != chunks[..., :-1], (1, 0)).cumsum(-1)
     starts = edges[:, :-1].clamp_max(rows - 1)
-    begins = starts // CHUNK * CHUNK + turns.gather(1, starts)
-    heads = chunks[..., 0]
-    first = torch.arange(heads.shape[1], device=groups.device) * CHUNK
-    goes_on = edges.gather(1, heads) < first
-    turns[:, rows:] = -1
+    begins = starts // CHUNK * CHUNK + turns.flatten(1).gather(1, starts)
+    later = None
+    if chunks.shape[1] > 1:
+        heads = chunks[..., 0]
+        first = torch.arange(heads.shape[1], device=groups.device) * CHUNK
+        goes_on = edges.gather(1, heads.clamp_min(0)) < first
+        later = build_segments(heads.masked_fill(~goes_on, -1), count)
     return Segments(
-        rows_of_all(order, batch * rows).unflatten(0, (-1, CHUNK)),
-        turns.reshape(-1, CHUNK),
-        begins,
-        heads.masked_fill(~goes_on, -1),
+        rows_of_all(order, rows).reshape(-1, CHUNK),
+        turns.flatten(0, 1),
+        rows_of_all(begins, chunks.shape[1] * CHUNK),
         edges.diff(dim=1)[..., None],
+        later,
     )
 
 
-def rows_of_all(index: Tensor, total: int) -> Tensor:
-    """``(batch, n)`` rows of every sample as rows of all samples in one, flat.
-
-    Args:
-        index: rows of each sample.
-        total: rows of all samples together.
-    """
-    batch = index.shape[0]
-    first = torch.arange(batch, device=index.device) * (total // batch)
+def rows_of_all(index: Tensor, length: int) -> Tensor:
+    """``(batch, n)`` rows of samples of ``length`` as rows of all samples in one, flat."""
+    first = torch.arange(index.shape[0], device=index.device) * length
     return (index + first[:, None]).flatten()
