@@ -10,10 +10,11 @@ from comfy_api.latest import io
 from ..toma_core.config import MAX_INTERVAL, MAX_RATIO, MAX_TILE_SIZE, MergeConfig, Region, Scope
 from .attach import attach
 from .flux import FluxBlocks
+from .presets import PRESETS
 from .unet import UNetBlocks
 
 CATEGORY = "model/ToMA"
-_DEFAULTS = MergeConfig(keep_detail=True, reuse_interval=3)
+_DEFAULTS = MergeConfig(**PRESETS["SDXL"]["balanced"])
 """What a new node starts with; docs/quality.md says why."""
 
 
