@@ -10,7 +10,7 @@ import tiny
 import torch
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.toma_core.config import Matching, MergeConfig, Region, Scope
-from comfyui_toma.toma_core.detail import Carry
+from comfyui_toma.toma_core.detail import Carry, pack, unpack
 from comfyui_toma.toma_core.planning import build_plan, lay_out
 
 MODELS = {"sdxl": tiny.sdxl, "sd15": tiny.sd15, "flux": tiny.flux}
@@ -196,3 +196,32 @@ def test_destinations_stand_for_themselves_and_sources_follow_as_far_as_they_are
 def test_other_methods_refuse_to_keep_detail():
     with pytest.raises(ValueError, match="keep_detail works with ToMA alone, got method CA-ToMe"):
         MergeConfig(keep_detail=True, scope=Scope.ATTENTION, matching=Matching())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_half_precision_is_kept_in_half_the_memory_and_to_its_own_precision(dtype, spread):
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0)) * spread
+    x[0, 0] = 0
+    x = x.to(dtype)
+    packed = pack(x)
+    assert sum(part.numel() * part.element_size() for part in packed) <= 0.6 * x.numel() * 2
+    error = (unpack(packed).float() - x.float()).abs()
+    assert (error <= x.float().abs().amax(-1, keepdim=True) / 100).all()
+    assert unpack(packed).dtype == dtype and not unpack(packed)[0, 0].any()
+
+
+def test_full_precision_is_kept_as_it_is():
+    x = torch.randn(2, 9, 64)
+    assert torch.equal(unpack(pack(x)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [tiny.sdxl, tiny.flux])
+def test_in_half_precision_little_is_lost_where_nothing_changed(make, dtype):
+    model = make(dtype)
+    stock = predictions(model, calls=1)[0]
+    first, second, _ = predictions(attach(model, keeping(tile_size=4)))
+    plain = predictions(attach(model, MergeConfig(tile_size=4)), calls=1)[0]
+    assert torch.equal(first, stock)
+    assert (second - stock).norm() < 0.1 * (plain - stock).norm()

@@ -82,8 +82,8 @@ def _on_meta(config: Any) -> Any:
     return tiny.wrap(model)
 
 
-def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
-    """TFLOP of the first call of a run at batch 1, our own work included."""
+def count_flops(model: Any, config: Any, latent: tuple[int, int], call: int = 1) -> float:
+    """TFLOP of the first call of a run at batch 1, or of a later one, our own work included."""
     patched = attach(model, config)
     sigmas = torch.tensor([1.0, 0.0])
     run, options = open_run(patched, patched.model_options, sigmas, latent)
@@ -110,10 +110,15 @@ def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
         "uuids": ["condition"],
         "optimized_attention_override": sdpa,
     }
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
+
+    def predict() -> None:
         model.model.apply_model(
             x, sigmas[:1].to("meta"), transformer_options=transformer_options, **arguments
         )
+
+    for _ in range(call):
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            run.calc_cond_batch(predict)
     run.close()
     return counter.get_total_flops() / 1e12
