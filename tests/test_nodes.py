@@ -87,10 +87,10 @@ def test_every_input_says_what_it_does(classes):
 
 
 def test_defaults_of_the_widgets_are_those_of_the_config(classes):
-    """But for the two that a new node sets for the sake of the picture (docs/quality.md)."""
+    """But for those that a new node sets for the sake of the picture (docs/quality.md)."""
     from comfyui_toma.toma_core.config import Matching, MergeConfig
 
-    start = MergeConfig(keep_detail=True, reuse_interval=3)
+    start = MergeConfig(ratio=0.75, reuse_interval=2, keep_detail=True)
     for node in classes.values():
         for name, (_, options) in _inputs(node).items():
             for defaults in (Matching(), start):
