@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .compare import ToMABenchmark
 from .token_merge import TokenMergePatchModel
 from .toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
 
@@ -12,6 +13,7 @@ NODES: list[type[io.ComfyNode]] = [
     ToMAPatchSDXL,
     ToMAPatchFlux,
     TokenMergePatchModel,
+    ToMABenchmark,
 ]
 
 
