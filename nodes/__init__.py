@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .compare import ToMABenchmark
+from .merge_map import ToMAMergeMap
 from .token_merge import TokenMergePatchModel
 from .toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
 
@@ -14,6 +15,7 @@ NODES: list[type[io.ComfyNode]] = [
     ToMAPatchFlux,
     TokenMergePatchModel,
     ToMABenchmark,
+    ToMAMergeMap,
 ]
 
 
