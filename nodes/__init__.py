@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .compare import ToMABenchmark
+from .merge_map import ToMAMergeMap
 from .token_merge import TokenMergePatchModel
 from .toma import ToMAPatchFlux, ToMAPatchModel, ToMAPatchSDXL
 
@@ -12,6 +14,8 @@ NODES: list[type[io.ComfyNode]] = [
     ToMAPatchSDXL,
     ToMAPatchFlux,
     TokenMergePatchModel,
+    ToMABenchmark,
+    ToMAMergeMap,
 ]
 
 

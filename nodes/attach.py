@@ -21,6 +21,7 @@ from ..toma_core.config import MAX_INTERVAL, MergeConfig
 from ..toma_core.schedule import Schedule
 from .flux import FluxBlocks, FluxHost
 from .options import KEY
+from .record import RECORD, Record, is_wanted
 from .report import Report, show_text
 from .run import Run, SamplingRun
 from .unet import UNetBlocks, UNetHost, is_image_unet
@@ -89,6 +90,7 @@ def attach(
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
     options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id, mask))
+    options[RECORD] = Record()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return patched
@@ -125,8 +127,14 @@ def open_run(
     """
     options = create_model_options_clone(options)
     transformer_options = options.setdefault("transformer_options", {})
+    record = transformer_options[RECORD]
+    wanted = is_wanted()
+    record.begin(len(sigmas) - 1 if wanted else 0)
     run = SamplingRun(
-        [_run(model, settings, sigmas, size) for settings in transformer_options.get(KEY, ())]
+        [
+            _run(model, settings, sigmas, size, record if wanted else None)
+            for settings in transformer_options.get(KEY, ())
+        ]
     )
     wrappers = transformer_options.setdefault("wrappers", {})
     wrappers.setdefault(WrappersMP.CALC_COND_BATCH, {})[KEY] = [run.calc_cond_batch]
@@ -135,7 +143,11 @@ def open_run(
 
 
 def _run(
-    model: ModelPatcher, settings: Settings, sigmas: torch.Tensor, size: tuple[int, int]
+    model: ModelPatcher,
+    settings: Settings,
+    sigmas: torch.Tensor,
+    size: tuple[int, int],
+    record: Record | None,
 ) -> Run:
     config = settings.config
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma
@@ -156,7 +168,7 @@ def _run(
     rows, columns = size
     subject = f"{_name(model)} {columns * LATENT_PIXELS}x{rows * LATENT_PIXELS}"
     report = Report(subject, settings.node_id, config.method.value)
-    return Run(config, schedule, make_host, report, settings.mask)
+    return Run(config, schedule, make_host, report, settings.mask, record)
 
 
 def _supported(model: ModelPatcher) -> Blocks:

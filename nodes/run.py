@@ -20,6 +20,7 @@ from ..toma_core.schedule import Epoch, Schedule
 from ..toma_core.session import Held, Session
 from .options import Call, CallReader
 from .overrides import Override, overriding
+from .record import Record
 from .report import Report
 
 
@@ -133,7 +134,10 @@ class Site:
             reason = "too few tokens" if protected is None else "too few unprotected tokens"
             run.report.aside(f"{reason} to merge", block)
             return None
-        return run.session.plan(self._place, self._conditions, epoch, layout, x)
+        held = run.session.plan(self._place, self._conditions, epoch, layout, x)
+        if run.record is not None and held.is_new and not held.plan.is_identity:
+            run.record.note(self._place.block, block, held.plan)
+        return held
 
 
 class Run:
@@ -145,6 +149,7 @@ class Run:
         make_host: builds the host of a diffusion model; a run may use several, one per device.
         report: collects what happens.
         mask: ``(..., height, width)`` of the picture: where tokens never merge.
+        record: keeps what merges, to be drawn; None where nobody wants it.
     """
 
     def __init__(
@@ -154,10 +159,12 @@ class Run:
         make_host: HostFactory,
         report: Report,
         mask: Tensor | None = None,
+        record: Record | None = None,
     ) -> None:
         self.config = config
         self.session = Session(config, mask)
         self.report = report
+        self.record = record
         self.chooses = False
         self._chosen: dict[tuple[Hashable, ...], Epoch] = {}
         self._schedule = schedule
@@ -175,6 +182,8 @@ class Run:
             host = self._hosts[id(model)] = self._make_host(model, self)
         for site in host.sites:
             site.begin(call.conditions, epoch)
+        if self.record is not None and call.sigma is not None:
+            self.record.enter(self._schedule.step(call.sigma))
         # The first call of an epoch makes its plans.
         self.chooses = self._chosen.get(call.conditions) != epoch
         self._chosen[call.conditions] = epoch

@@ -42,6 +42,13 @@ def _basic_inputs(models: str) -> list[Any]:
             "and loses more detail. 0 switches the node off: the picture is exactly the same as "
             "without it.",
         ),
+        *pattern_inputs(),
+    ]
+
+
+def pattern_inputs() -> list[Any]:
+    """How tokens are chosen and for how long, at any ratio."""
+    return [
         make_input(
             io.Int.Input,
             "tile_size",

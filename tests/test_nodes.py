@@ -54,6 +54,22 @@ INPUTS = {
         "start_percent",
         "end_percent",
     ],
+    "ToMABenchmark": [
+        "model",
+        "positive",
+        "negative",
+        "latent_image",
+        "ratios",
+        "seed",
+        "steps",
+        "cfg",
+        "sampler_name",
+        "scheduler",
+        "denoise",
+        "tile_size",
+        "reuse_interval",
+        "keep_detail",
+    ],
 }
 """Graphs are saved with these names: they never change and are only added to."""
 
