@@ -107,9 +107,10 @@ def test_defaults_of_the_widgets_are_those_of_the_config(classes):
     from comfyui_toma.toma_core.config import Matching, MergeConfig
 
     start = MergeConfig(ratio=0.75, reuse_interval=2, keep_detail=True)
-    for node in classes.values():
+    for key, node in classes.items():
+        config = MergeConfig() if key == "TokenMergePatchModel" else start
         for name, (_, options) in _inputs(node).items():
-            for defaults in (Matching(), start):
+            for defaults in (Matching(), config):
                 if hasattr(defaults, name):
                     value = getattr(defaults, name)
                     assert options["default"] == getattr(value, "value", value), name
