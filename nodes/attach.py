@@ -17,7 +17,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
-from ..toma_core.config import MAX_INTERVAL, MergeConfig
+from ..toma_core.config import MergeConfig
 from ..toma_core.schedule import Schedule
 from .flux import FluxBlocks, FluxHost
 from .options import KEY
@@ -158,8 +158,7 @@ def _run(
         else float("inf"),
         end_sigma=float(to_sigma(config.end_percent)) if config.end_percent < 1 else float("-inf"),
         reuse_interval=config.reuse_interval,
-        # Kept detail belongs to the weights that it was kept beside.
-        weight_interval=MAX_INTERVAL if config.keep_detail else config.weight_interval,
+        weight_interval=config.weight_interval,
         selection_steps=config.selection_steps,
     )
     make_host: Callable[[nn.Module, Run], Any] = functools.partial(

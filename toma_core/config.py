@@ -81,8 +81,8 @@ class MergeConfig:
             empty for every ``reuse_interval`` steps.
         weight_interval: sampling steps for which merge weights are kept.
         keep_detail: blocks run whole at the steps at which destinations are chosen, and what
-            merging would lose is kept and added back until the next choice (``detail.py``);
-            weights are kept as long.
+            merging would lose is kept and added back until the next choice (``detail.py``). Kept
+            detail belongs to its weights, so ``weight_interval`` becomes ``reuse_interval``.
         start_percent, end_percent: part of the sampling range in which tokens merge, 0 to 1.
         temperature: tau of the assignment softmax; near 0 every token follows one destination.
         merge_queries_only: in self-attention, keys and values stay whole.
@@ -129,6 +129,8 @@ class MergeConfig:
                 f"{what} works on self-attention alone, got scope {self.scope.value}. "
                 "Set scope to attention."
             )
+        if self.keep_detail:
+            object.__setattr__(self, "weight_interval", self.reuse_interval)
         if self.matching and self.keep_detail:
             raise ValueError(
                 f"keep_detail works with ToMA alone, got method {self.method.value}. "

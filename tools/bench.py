@@ -70,6 +70,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if kind in ("sdxl", "flux"):
             one.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
             one.add_argument("--scopes", nargs="+", default=["block"], choices=SCOPES)
+            one.add_argument("--keep-detail", action="store_true", help="with kept detail")
+            one.add_argument(
+                "--reuse-interval", type=int, default=5, metavar="STEPS", help="default 5"
+            )
             one.add_argument("--all", action="store_true", help="every size, batch, scope: hours")
         if kind == "peers":
             one.add_argument("--model", choices=("sdxl", "flux"), default="sdxl")
@@ -99,7 +103,12 @@ def _model(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for scope in scopes:
                 # Ratio 0 is the same in every scope.
                 for ratio in options.ratios if scope == scopes[0] else filter(None, options.ratios):
-                    config = MergeConfig(ratio=ratio, scope=scope)
+                    config = MergeConfig(
+                        ratio=ratio,
+                        scope=scope,
+                        reuse_interval=options.reuse_interval,
+                        keep_detail=options.keep_detail,
+                    )
                     row, parts, _ = measure(
                         stock,
                         lambda model, config=config: attach(model, config),

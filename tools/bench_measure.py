@@ -208,15 +208,19 @@ def distance(x: Tensor, reference: Tensor) -> float:
 def own_work(clock: Clock) -> Iterator[SpanTimer]:
     """Times selection, weights, merge and unmerge while the context is open, from outside."""
     load_host()
-    from comfyui_toma.toma_core import merge, planning, session
+    from comfyui_toma.toma_core import detail, merge, planning, session
 
     timer = SpanTimer(clock)
     places = (
         (session, "build_plan", "selection"),
         (planning, "assign", "weights"),
+        (planning, "carry", "weights"),
         (session, "reweigh", "weights"),
         (merge.MergePlan, "merge", "merge"),
         (merge.MergePlan, "unmerge", "unmerge"),
+        (detail.Carry, "take", "merge"),
+        (detail.Carry, "keys", "merge"),
+        (detail.Carry, "give", "unmerge"),
     )
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:

@@ -73,7 +73,7 @@ def block_row(region: str, size: int, batch: int, options: argparse.Namespace) -
     shares = sorted(typical_steps(config).items())
 
     def merged_step(session: Session, step: int) -> Tensor:
-        plan = session.plan("block", conditions, Epoch(0, step), layout, x)
+        plan = session.plan("block", conditions, Epoch(0, step), layout, x).plan
         small = plan.merge(x)
         return x + plan.unmerge(block(small, context=text) - small)
 
