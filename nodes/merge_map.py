@@ -65,7 +65,7 @@ def draw_map(picture: Image.Image, shot: Shot, title: str) -> Image.Image:
 
     A token that stands alone shows the picture. One that merged is tinted with the mean colour of
     its group, and a line leads to the token that the group merged into, which has a dot. Borders
-    run between groups.
+    run around groups.
     """
     rows, columns = shot.grid
     cell = max(4, SIDE // max(rows, columns))
@@ -83,7 +83,7 @@ def draw_map(picture: Image.Image, shot: Shot, title: str) -> Image.Image:
     canvas = Image.new("RGB", (width, height + LEGEND), PAPER)
     canvas.paste(Image.composite(tinted, picture, share))
     draw = ImageDraw.Draw(canvas)
-    _draw_borders(draw, follows.view(rows, columns), cell)
+    _draw_borders(draw, follows.view(rows, columns), merged.view(rows, columns), cell)
 
     def centre(token: int) -> tuple[float, float]:
         row, column = divmod(token, columns)
@@ -99,11 +99,14 @@ def draw_map(picture: Image.Image, shot: Shot, title: str) -> Image.Image:
     return canvas
 
 
-def _draw_borders(draw: ImageDraw.ImageDraw, groups: Tensor, cell: int) -> None:
-    for row, column in (groups[:, 1:] != groups[:, :-1]).nonzero().tolist():
+def _draw_borders(draw: ImageDraw.ImageDraw, groups: Tensor, merged: Tensor, cell: int) -> None:
+    """Lines between neighbours of different groups, one of which at least has merged."""
+    beside = (groups[:, 1:] != groups[:, :-1]) & (merged[:, 1:] | merged[:, :-1])
+    for row, column in beside.nonzero().tolist():
         x, y = (column + 1) * cell, row * cell
         draw.line((x, y, x, y + cell), INK)
-    for row, column in (groups[1:] != groups[:-1]).nonzero().tolist():
+    below = (groups[1:] != groups[:-1]) & (merged[1:] | merged[:-1])
+    for row, column in below.nonzero().tolist():
         x, y = column * cell, (row + 1) * cell
         draw.line((x, y, x + cell, y), INK)
 

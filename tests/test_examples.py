@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "example_workflows").glob("*.json"))
-EXTRAS = ("canny", "edit_model", "flux", "sd3")
+EXTRAS = ("canny", "edit_model", "flux", "preview_any", "sd3")
 """Modules of ComfyUI's own nodes that the examples use beside the basic ones."""
 SMALL = {"width": 256, "height": 256, "steps": 4}
 """Values that a test changes: pictures and runs as small as they can be."""
@@ -66,7 +66,7 @@ def prompt_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_there_are_examples_and_each_has_a_picture():
-    assert len(EXAMPLES) >= 5
+    assert len(EXAMPLES) >= 6
     assert all(path.with_suffix(".jpg").is_file() for path in EXAMPLES)
 
 
@@ -115,10 +115,11 @@ def test_it_merges_in_every_pass(path, classes, caplog):
 
     with caplog.at_level(logging.INFO):
         for number, node in prompt.items():
-            if node["class_type"] == "KSampler":
+            if node["class_type"] in ("KSampler", "ToMABenchmark"):
                 assert torch.isfinite(outputs_of(number)[0]["samples"]).all()
     said = [record.getMessage() for record in caplog.records if record.name == "toma"]
-    passes = sum(node["class_type"].startswith("ToMA") for node in prompt.values())
+    ratios = [node["inputs"].get("ratio", node["inputs"].get("ratios")) for node in prompt.values()]
+    passes = sum(float(ratio) > 0 for text in ratios if text for ratio in str(text).split(","))
     assert len(said) == passes and all("tokens in" in line for line in said), said
 
 

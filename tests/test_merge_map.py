@@ -135,8 +135,9 @@ def test_colours_borders_lines_and_dots_are_those_of_the_groups():
     dot, line, border = (217, 72, 15), (255, 255, 255), (31, 36, 48)
     assert drawn.getpixel((256, 256)) == dot
     assert drawn.getpixel((256, 512)) == line and drawn.getpixel((256, 768 - 8)) == line
-    assert drawn.getpixel((512, 100)) == border and drawn.getpixel((800, 512)) == border
+    assert drawn.getpixel((512, 100)) == border and drawn.getpixel((512, 900)) == border
     assert drawn.getpixel((100, 512)) != border  # within a group
+    assert drawn.getpixel((800, 512)) != border  # between two that stay
     red, green, blue = drawn.getpixel((100, 900))  # tinted towards (100, 0, 100)
     assert green == 0 and red == pytest.approx(60, abs=2) and blue == pytest.approx(140, abs=2)
     assert drawn.getpixel((800, 100)) == (0, 90, 0) and drawn.getpixel((768, 768)) == (90, 90, 90)

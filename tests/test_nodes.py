@@ -70,6 +70,7 @@ INPUTS = {
         "reuse_interval",
         "keep_detail",
     ],
+    "ToMAMergeMap": ["model", "image", "block", "step"],
 }
 """Graphs are saved with these names: they never change and are only added to."""
 

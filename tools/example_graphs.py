@@ -158,6 +158,17 @@ def flux_kontext() -> Graph:
     return graph
 
 
+def compare() -> Graph:
+    """SDXL at several ratios: pictures, table and plot."""
+    graph = sdxl({})
+    inputs = {**graph["sampler"]["inputs"], "model": ["checkpoint", 0]}
+    graph["sampler"] = node("ToMABenchmark", **inputs, ratios="0, 0.25, 0.5, 0.75")
+    graph["save"]["inputs"]["filename_prefix"] = "toma/compare"
+    graph["table"] = node("PreviewAny", "Table", source=["sampler", 1])
+    graph["plot"] = node("PreviewImage", "Plot", images=["sampler", 2])
+    return graph
+
+
 EXAMPLES: dict[str, tuple[Graph, str]] = {
     "ToMA SDXL": (
         sdxl_plain(),
@@ -186,6 +197,12 @@ EXAMPLES: dict[str, tuple[Graph, str]] = {
         "**Kontext with ToMA for Flux.** The reference picture merges as a picture of its own, so "
         "you gain twice. *skip_first_double* keeps the first two double blocks whole, which helps "
         "fine detail.",
+    ),
+    "ToMA compare": (
+        compare(),
+        "**Several ratios with one seed.** *ToMA: Compare* takes the place of a KSampler and takes "
+        "the model without a ToMA node. The pictures come in the order of the table; seconds are "
+        "those of sampling alone, difference is that of the latents.",
     ),
 }
 """Graph and note of every example, by the name that the template browser shows."""
