@@ -127,7 +127,7 @@ def open_run(
     """
     options = create_model_options_clone(options)
     transformer_options = options.setdefault("transformer_options", {})
-    record = transformer_options[RECORD]
+    record = transformer_options.get(RECORD, Record())
     wanted = is_wanted()
     record.begin(len(sigmas) - 1 if wanted else 0)
     run = SamplingRun(
