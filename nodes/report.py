@@ -87,9 +87,10 @@ class Report:
             after = f"{least}" if least == most else f"{least} to {most}"
             parts.append(f"{size} -> {after} tokens in {blocks} block{'s' if blocks > 1 else ''}")
         if self._seconds[True]:
-            parts.append(f"{statistics.median(self._seconds[True]):.2f} s/step")
+            # Means: a median would hide the whole steps between which detail is kept.
+            parts.append(f"{statistics.fmean(self._seconds[True]):.2f} s/step")
             if self._seconds[False]:
-                parts[-1] += f" (stock {statistics.median(self._seconds[False]):.2f})"
+                parts[-1] += f" (stock {statistics.fmean(self._seconds[False]):.2f})"
         if self._kept_bytes:
             parts.append(f"{self._kept_bytes / 2**20:.0f} MiB of detail kept")
         return f"{self._subject}: {', '.join(parts)}"

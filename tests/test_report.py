@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from comfyui_toma.nodes.attach import attach
+from comfyui_toma.nodes.report import Report
 from comfyui_toma.toma_core.config import MergeConfig
 
 
@@ -50,6 +51,17 @@ def test_stock_seconds_only_where_steps_ran_unmerged(caplog):
     with caplog.at_level(logging.INFO):
         tiny.sample(attach(model, MergeConfig(end_percent=0.5)), 32, 32, steps=6)
     assert re.search(r"\d s/step \(stock \d+\.\d\d\)$", last_line(caplog))
+
+
+def test_seconds_are_the_mean_so_that_no_whole_step_is_hidden():
+    report = Report("SDXL 1024x1024")
+    report.merged("block", 4096, 2048)
+    for seconds in (3.0, 1.0, 1.0):
+        report.step(seconds, merging=True)
+    for seconds in (3.0, 5.0, 7.0, 9.0):
+        report.step(seconds, merging=False)
+    line = "SDXL 1024x1024: 4096 -> 2048 tokens in 1 block, 1.67 s/step (stock 6.00)"
+    assert report.summary() == line
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Any
 import demo
 from environment import PACK, cache_folder, version_of
 from example_graphs import place_files
+from graph import HELPERS, NODE, graph
 from packages import Failed, say
 
 PLAYWRIGHT = "playwright-core@1.64.1"
@@ -28,6 +29,7 @@ PACKS = tuple(demo.PACKS)
 STOCK_PACKS = ("toma_demo",)
 STEPS = 4
 EXAMPLES = PACK / "example_workflows"
+PRESETS = PACK / "web" / "js" / "presets.json"
 
 
 def main(argv: list[str]) -> int:
@@ -46,13 +48,15 @@ def main(argv: list[str]) -> int:
         Server(comfyui, base, list(PACKS), pictures / "comfyui.log") as server,
         Server(comfyui, stock_base, list(STOCK_PACKS), pictures / "stock.log") as stock,
     ):
-        server.require(demo.NODE, *demo.HELPERS)
-        defaults = server.defaults(demo.NODE)
+        server.require(NODE, *HELPERS)
+        defaults = server.defaults(NODE)
         given = {
             "pack": server.url,
             "stock": stock.url,
-            "graph": graph(0.5, defaults),
-            "stockGraph": graph(None, defaults),
+            "graph": small_graph(0.5, defaults),
+            "stockGraph": small_graph(None, defaults),
+            "defaults": {**defaults, "ratio": 0.5},
+            "presets": json.loads(PRESETS.read_text(encoding="utf-8")),
             "values": list({**defaults, "ratio": 0.5}.values()),
             "examples": {path.stem: node_types(path) for path in EXAMPLES.glob("*.json")},
             "pictures": pictures,
@@ -71,9 +75,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def small_graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The demo's graph for one small picture."""
-    return demo.graph(demo.Setting(ratio), 0, STEPS, ["cat face"], defaults)
+    return graph(ratio, 0, STEPS, ["cat face"], defaults)
 
 
 @contextmanager

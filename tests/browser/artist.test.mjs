@@ -3,7 +3,10 @@
 import assert from 'node:assert/strict'
 import { after, before, describe, test } from 'node:test'
 
-import { addBySearch, closeAll, given, loadGraph, lookAt, openComfyUI, picture, run, select } from './page.mjs'
+import {
+  addBySearch, clickButton, closeAll, given, loadGraph, lookAt, openComfyUI, openNodeMenu, picture,
+  run, select
+} from './page.mjs'
 
 const NODES = { ToMAPatchModel: 'ToMA', ToMAPatchSDXL: 'ToMA for SDXL', ToMAPatchFlux: 'ToMA for Flux' }
 const STATUS = /^FluxSchnell 256x256: 256 -> 128 tokens in 6 blocks, .*s\/step/
@@ -59,6 +62,36 @@ for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
       await node.getByText('Hide advanced inputs').click()
       await advanced.waitFor({ state: 'detached' })
     })
+
+    for (const [how, label] of [['button', 'Flux: fast'], ['menu', 'SDXL: quality']]) {
+      test(`a preset of the ${how} fills the widgets`, async () => {
+        await loadGraph(page, given.graph)
+        const id = await idOf(page, 'ToMAPatchModel')
+        if (how === 'button') {
+          await clickButton(page, id, 'Presets')
+        } else {
+          await openNodeMenu(page, id)
+          const submenu = page.getByText('ToMA: Presets')
+          await (nodes2 ? submenu.hover() : submenu.click())
+        }
+        const entry = page.getByText(label, { exact: true })
+        await entry.waitFor()
+        await picture(page, `${canvas}-presets-${how}`)
+        await entry.click()
+        const [family, name] = label.split(': ')
+        const wanted = { ...given.defaults, ...given.presets[family][name] }
+        const inputs = () => page.evaluate(async (id) => {
+          const { output } = await window.app.graphToPrompt()
+          const { model, ...widgets } = output[id].inputs
+          return widgets
+        }, id)
+        assert.deepEqual(await inputs(), wanted)
+        await page.evaluate(() => window.app.loadGraphData(window.app.graph.serialize()))
+        assert.deepEqual(await inputs(), wanted, 'a saved graph opens with the same values')
+        await lookAt(page, id)
+        await picture(page, `${canvas}-preset-filled`)
+      })
+    }
 
     test('a graph runs and its node says what it did', async () => {
       await loadGraph(page, withNewSeed(given.graph))

@@ -90,14 +90,35 @@ export async function lookAt(page, id) {
 /** Clicks on the title of a node. */
 export async function select(page, id) {
   await lookAt(page, id)
-  const [x, y] = await page.evaluate((id) => {
-    const node = window.app.graph.getNodeById(id)
-    const corner = window.app.canvas.convertOffsetToCanvas([node.pos[0] + 60, node.pos[1] - 15])
-    const box = window.app.canvas.canvas.getBoundingClientRect()
-    return [corner[0] + box.left, corner[1] + box.top]
-  }, id)
-  await page.mouse.click(x, y)
+  await page.mouse.click(...(await placeOn(page, id, 60, -15)))
 }
+
+/** Opens the menu of a node by a right click on its title. */
+export async function openNodeMenu(page, id) {
+  await lookAt(page, id)
+  await page.mouse.click(...(await placeOn(page, id, 60, -15)), { button: 'right' })
+}
+
+/** Clicks on a button of a node by its label. */
+export async function clickButton(page, id, label) {
+  await lookAt(page, id)
+  const button = page.getByRole('button', { name: label, exact: true })
+  if (await button.count()) return button.click() // Nodes 2.0; the classic canvas draws its own
+  const y = await page.evaluate(([id, label]) => {
+    const { widgets } = window.app.graph.getNodeById(id)
+    return widgets.find((widget) => widget.type === 'button' && widget.label === label).last_y
+  }, [id, label])
+  await page.mouse.click(...(await placeOn(page, id, 60, y + 10)))
+}
+
+/** The place in the window of a place on a node. */
+const placeOn = (page, id, right, down) => page.evaluate(([id, right, down]) => {
+  const { canvas, graph } = window.app
+  const { pos } = graph.getNodeById(id)
+  const [x, y] = canvas.convertOffsetToCanvas([pos[0] + right, pos[1] + down])
+  const { left, top } = canvas.canvas.getBoundingClientRect()
+  return [left + x, top + y]
+}, [id, right, down])
 
 /** Presses Run and waits for the end of the run; throws what ComfyUI reports. */
 export async function run(page) {
