@@ -39,6 +39,8 @@ COMMANDS = {
                     "testing", ("pytest", "hypothesis", "tomesd")),
     "bench": Command("measure speed against stock and other methods", "bench", ("torch",)),
     "claims": Command("count what CA-ToMe claims, on small models", "claims", ("torch",)),
+    "quality": Command("measure picture quality against cost, on the mini model", "quality",
+                       ("torch",)),
     "train-mini": Command("train a small Flux model like the demo's", "train_mini", ("torch",)),
     "texts": Command("keep names, tooltips and help pages in step with the nodes", "texts"),
     "examples": Command("build the example graphs in ComfyUI's own page", "examples"),

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = {
+    "steps": "{}", "group": "{}", "setting": "{}", "flops": "{:.2f}", "time": "{:.2f}",
+    "psnr": "{:.1f}", "worst": "{:.1f}", "ssim": "{:.3f}", "features": "{:.4f}",
     "model": "{}", "method": "{}", "region": "{}", "scope": "{}", "size": "{}", "tokens": "{}",
     "batch": "{}", "ratio": "{:.2f}", "stock_seconds": "{:.3f}", "seconds": "{:.3f}",
     "speedup": "{:.2f}", "bound": "{:.2f}", "efficiency": "{:.2f}", "tflop": "{:.2f}",

@@ -7,8 +7,6 @@ painted, the more of them merge. Prints a table in Markdown.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -16,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-MODEL = FOLDER / "mini" / "mini-flux-emoji31.safetensors"
+import torch
+from mini_host import MODEL, MiniModel, load_host
+from mini_sheet import GUIDANCE
+
+TINY_MODELS = Path(__file__).resolve().parent.parent / "tests" / "support"
 PICTURE = "cat face"
-CFG = 2.0
 STEPS = 50
 LATENT_SIDE = 32  # at its finest, attention of both models has a token for every 2x2 of it
 TOKENS = (LATENT_SIDE // 2) ** 2
@@ -53,7 +53,8 @@ class Subject:
 def main(argv: list[str]) -> int:
     """Measure and print; returns the exit code."""
     options = parse(argv)
-    load()
+    load_host()
+    sys.path.append(str(TINY_MODELS))
     subjects = [mini_flux(options.model), tiny_unet()]
     print(f"CA-ToMe, threshold {options.threshold}, {STEPS} steps, {TOKENS} tokens in a block.\n")
     print("| model | blocks | CA-ToMe matches at | ToMe matches at |\n|---|---|---|---|")
@@ -79,49 +80,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load() -> None:
-    """Import ComfyUI, this pack as ``comfyui_toma``, and the tests' tiny models."""
-    # First, since ComfyUI has modules with names of this folder's, such as `server`.
-    sys.path.insert(0, os.environ["COMFYUI_PATH"])
-    sys.path.append(str(FOLDER.parent / "tests" / "support"))
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True  # counts do not depend on the device
-    from demo_pack import detection  # noqa: F401 (lets older ComfyUI load the mini model)
-
-    spec = importlib.util.spec_from_file_location(
-        "comfyui_toma",
-        FOLDER.parent / "__init__.py",
-        submodule_search_locations=[str(FOLDER.parent)],
-    )
-    if spec is None or spec.loader is None:
-        raise ImportError(f"this pack is not in {FOLDER.parent}")
-    pack = importlib.util.module_from_spec(spec)
-    sys.modules["comfyui_toma"] = pack
-    spec.loader.exec_module(pack)
-
-
 def mini_flux(file: Path) -> Subject:
     """The mini model of the demo, painting one of its pictures."""
-    import comfy.sample
-    import comfy.sd
-    import torch
-    from mini_pictures import text_tokens
-
-    def prompt(name: str) -> list:
-        context, pooled = text_tokens(name)
-        return [[context[None], {"pooled_output": pooled[None]}]]
+    mini = MiniModel(file)
 
     def sample(model: Any, callback: Callable) -> None:
-        noise = torch.randn(
-            1, 16, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(SEED)
-        )
-        comfy.sample.sample(
-            model, noise, STEPS, CFG, "euler", "simple", prompt(PICTURE), prompt(""),
-            torch.zeros_like(noise), disable_pbar=True, seed=SEED, callback=callback,
-        )  # fmt: skip
+        mini.sample(model, [PICTURE], [SEED], STEPS, callback)
 
-    return Subject("mini Flux", comfy.sd.load_diffusion_model(str(file)), sample)
+    return Subject("mini Flux", mini.model, sample)
 
 
 def tiny_unet() -> Subject:
@@ -131,7 +97,6 @@ def tiny_unet() -> Subject:
     true noisy picture of every step, and the sampler follows the given one.
     """
     import tiny
-    import torch
 
     picture = torch.zeros(1, 4, LATENT_SIDE, LATENT_SIDE)
     picture[:, :, :16] = 1.5
@@ -144,7 +109,7 @@ def tiny_unet() -> Subject:
         return picture.to(call["input"]).expand_as(call["input"])
 
     def sample(model: Any, callback: Callable) -> None:
-        tiny.sample(model, LATENT_SIDE, LATENT_SIDE, steps=STEPS, cfg=CFG, callback=callback)
+        tiny.sample(model, LATENT_SIDE, LATENT_SIDE, steps=STEPS, cfg=GUIDANCE, callback=callback)
 
     model = tiny.sdxl()
     model.set_model_unet_function_wrapper(knowing)

@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIDE = 128  # of one picture on the sheet, twice its own size
 MARGIN = 16
-LABEL_WIDTH = 112
 TEXT_SIZE = 18
 
 
@@ -31,14 +30,15 @@ def contact_sheet(rows: list[tuple[str, Path]], names: list[str], target: Path) 
         rows: label and file of each row; a file holds one square picture per name, side by side.
     """
     font = ImageFont.load_default(TEXT_SIZE)
+    label_width = MARGIN + math.ceil(max(font.getlength(label) for label, _ in rows))
     size = (
-        LABEL_WIDTH + len(names) * (SIDE + MARGIN) + MARGIN,
+        label_width + len(names) * (SIDE + MARGIN) + MARGIN,
         3 * MARGIN + len(rows) * (SIDE + MARGIN),
     )
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
     for column, name in enumerate(names):
-        middle = LABEL_WIDTH + MARGIN + column * (SIDE + MARGIN) + SIDE // 2
+        middle = label_width + MARGIN + column * (SIDE + MARGIN) + SIDE // 2
         draw.text((middle, 1.5 * MARGIN), name, "black", font, anchor="mm")
     for index, (label, file) in enumerate(rows):
         top = 3 * MARGIN + index * (SIDE + MARGIN)
@@ -49,6 +49,6 @@ def contact_sheet(rows: list[tuple[str, Path]], names: list[str], target: Path) 
             picture = strip.crop((corner, 0, corner + strip.height, strip.height))
             # nearest: the sheet must not hide what merging does to single pixels
             picture = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
-            sheet.paste(picture, (LABEL_WIDTH + MARGIN + column * (SIDE + MARGIN), top))
+            sheet.paste(picture, (label_width + MARGIN + column * (SIDE + MARGIN), top))
     sheet.save(target)
     return target
