@@ -39,7 +39,7 @@ def examples_of(
     pictures: Sequence[Picture], size: int, fold: int, device: torch.device
 ) -> Examples:
     """Read `pictures` and their prompts onto `device`."""
-    pixels = torch.stack([pixels_of(picture.file, size) for picture in pictures])
+    pixels = torch.stack([pixels_of(picture, size) for picture in pictures])
     prompts = [text_tokens(picture.name) for picture in pictures]
     contexts, pooled = (torch.stack(part) for part in zip(*prompts, strict=True))
     return Examples(encode(pixels, fold).to(device), contexts.to(device), pooled.to(device))

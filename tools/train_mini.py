@@ -25,7 +25,7 @@ from mini_checkpoint import (
     save_weights,
 )
 from mini_flux import LATENT_PATCH, FluxShape, MiniFlux
-from mini_pictures import Picture, emoji, folder_of_images, pixels_of
+from mini_pictures import Picture, PictureSet, emoji, folder_of_images, pixels_of, scenes
 from mini_sheet import picture_channels, sample_names, save_sheet
 from mini_training import Training, batch_loss, examples_of, learning_rate, silence_padding
 from packages import Failed, say
@@ -71,7 +71,7 @@ class Run:
         # a token is 2x2 latent positions, so each of them takes half a token's pixels a side
         self.fold = options.patch // LATENT_PATCH
         self.channels = picture_channels(self.fold)
-        source = folder_of_images(Path(options.images)) if options.images else emoji()
+        source = self._source()
         self.licence = source.licence
         self.pictures = self._choose(source.pictures)
         self.examples = examples_of(self.pictures, options.size, self.fold, self.device)
@@ -87,6 +87,11 @@ class Run:
                 f"--out must be a folder that can be made, got {self.out} ({error.strerror}): "
                 "choose another"
             ) from error
+    def _source(self) -> PictureSet:
+        if self.options.images:
+            return folder_of_images(Path(self.options.images))
+        return scenes() if self.options.scenes else emoji()
+
 
     def _choose(self, pictures: list[Picture]) -> list[Picture]:
         wanted = self.options.pictures or len(pictures)
@@ -192,9 +197,10 @@ class Run:
     def _paint(self) -> None:
         """Write the sample sheet and say how near the painted pictures are to the true ones."""
         size = self.options.size
-        shown = self.pictures[: self.options.sheet]
+        shown = self.pictures[:: max(1, len(self.pictures) // self.options.sheet)]
+        shown = shown[: self.options.sheet]
         names = [picture.name for picture in shown]
-        truth = torch.stack([pixels_of(picture.file, size) for picture in shown])
+        truth = torch.stack([pixels_of(picture, size) for picture in shown])
         painted = sample_names(self.training.average, names, size, self.fold).clamp(-1, 1)
         save_sheet(self.out / "sheet.png", names, truth, painted)
         # values span 2, so the peak signal squared is 4
@@ -261,7 +267,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if not options.learning_rate > 0:
         parser.error(f"--learning-rate must be above 0, got {options.learning_rate}")
-    if not options.images:
+    add("--scenes", action="store_true", help="train on emoji before flat and busy backgrounds")
+    if not options.images and not options.scenes:
         options.pictures = options.pictures or DEFAULT_PICTURES
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.precision = options.precision or default_precision(options.device)
