@@ -17,10 +17,13 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 
 import mini_training
+import train_mini
+from mini_checkpoint import save_weights
 from mini_flux import FluxShape, MiniFlux, rotary
 from mini_pictures import Picture, pixels_of, words_of
 from mini_scenes import BACKGROUNDS, SUBJECTS, background
 from mini_sheet import decode, encode
+from packages import Failed
 
 TOOLS = Path(__file__).parent.parent / "tools"
 SMALL = FluxShape(hidden=128, double_blocks=1, single_blocks=1)
@@ -105,3 +108,26 @@ def test_the_demos_node_decodes_what_training_encodes(patch):
     (row,) = mini.ToMADemoDecode().decode({"samples": latent}, patch)
     side_by_side = torch.cat(tuple(pixels.movedim(1, -1)), dim=1)[None]
     torch.testing.assert_close(row, side_by_side, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--window", "-1"], "--window must be at least 0, got -1"),
+        (["--scenes", "--images", "there"], "leave out --images, or --scenes"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_remedy(options, told, capsys):
+    with pytest.raises(SystemExit):
+        train_mini.parse(options)
+    assert told in capsys.readouterr().err
+
+
+def test_a_start_of_finer_tokens_is_refused_with_the_remedy(tmp_path):
+    file, picture = tmp_path / "fine.safetensors", tmp_path / "pictures" / "red.png"
+    save_weights(file, MiniFlux(SMALL), {"patch": "2"})
+    picture.parent.mkdir()
+    Image.new("RGB", (16, 16), "red").save(picture)
+    where = ["--images", str(picture.parent), "--out", str(tmp_path / "out"), "--size", "16"]
+    with pytest.raises(Failed, match="got one of 2: use --patch 2"):
+        train_mini.Run(train_mini.parse([*where, "--start", str(file)]))
