@@ -67,8 +67,7 @@ def silence_padding(model: MiniFlux, channels: int) -> None:
 def halve_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights for tokens of 2x2 pixels from those of a model with tokens of 4x4.
 
-    The new model does to a picture what the old one does to the picture drawn twice as large, so
-    training begins with shapes that are known, not with noise.
+    The new model does to a picture what the old one does to the picture drawn twice as large.
     """
 
     def halve(per_token: Tensor) -> Tensor:  # (any, 64), mean over each 2x2 pixels
