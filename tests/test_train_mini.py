@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-TRAIN = Path(__file__).resolve().parent.parent / "tools" / "train_mini.py"
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+TRAIN = TOOLS / "train_mini.py"
+SHIPPED = TOOLS / "mini" / "mini-flux-emoji31.safetensors"
 
 
 def train(folder, out, *options):
@@ -19,15 +22,22 @@ def train(folder, out, *options):
         Image.new("RGB", (16, 16), colour).save(folder / f"{name}.png")
     command = [sys.executable, TRAIN, "--images", folder, "--out", out, "--size", 16, "--batch", 2]
     command += ["--threads", 1, "--sheet", 1, "--precision", "fp32", *options]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+    finished = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if finished.returncode:
+        raise AssertionError(finished.stdout + finished.stderr)
 
 
-def test_it_trains_and_goes_on_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--patch", 2, "--window", 4, "--whole-steps", 1, "--start", SHIPPED)],
+    ids=["whole", "window"],
+)
+def test_it_trains_and_goes_on_from_its_checkpoint(tmp_path, options):
     pictures, out = tmp_path / "pictures", tmp_path / "out"
     pictures.mkdir()
-    train(pictures, out, "--steps", 2)
+    train(pictures, out, "--steps", 2, *options)
     first = load_file(out / "mini-flux.safetensors")
-    train(pictures, out, "--steps", 3)
+    train(pictures, out, "--steps", 3, *options)
     second = load_file(out / "mini-flux.safetensors")
     assert first.keys() == second.keys()
     assert any(not torch.equal(first[key], second[key]) for key in first)

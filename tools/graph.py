@@ -8,7 +8,9 @@ NODE = "ToMAPatchModel"
 HELPERS = ("ToMADemoPrompt", "ToMADemoDecode", "ToMADemoMeter", "ToMADemoReport")
 METER = "toma_demo_meter"  # what ToMADemoReport calls its result
 MODEL = "mini-flux-emoji31.safetensors"
-LATENT_SIDE = 256  # pixels that ComfyUI's latent node divides by 8: a 32x32 latent, 16x16 tokens
+PATCH = 4  # pixels a side of MODEL's tokens
+# 64 px pictures, 2x2 latent positions a token, and ComfyUI's latent node divides by 8
+LATENT_SIDE = 64 // PATCH * 2 * 8
 CFG = 2.0
 SEED = 7
 
@@ -54,6 +56,6 @@ def graph(
         nodes["toma"] = (NODE, {**defaults, "model": ["unet", 0], "ratio": ratio})
         nodes["meter"][1]["model"] = ["toma", 0]
     if run == 0:
-        nodes["decode"] = ("ToMADemoDecode", {"latent": ["sampler", 0]})
+        nodes["decode"] = ("ToMADemoDecode", {"latent": ["sampler", 0], "patch": PATCH})
         nodes["save"] = ("SaveImage", {"images": ["decode", 0], "filename_prefix": "toma"})
     return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}

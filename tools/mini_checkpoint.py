@@ -16,7 +16,7 @@ import torch
 from mini_flux import FluxShape, MiniFlux, current_keys
 from mini_training import Training
 from packages import Failed
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,6 +41,12 @@ def load_weights(file: Path) -> dict[str, Tensor]:
             "give a model that train-mini wrote"
         )
     return {key: tensor.float() for key, tensor in weights.items()}
+
+
+def patch_of(file: Path) -> int:
+    """Pixels a side of a token of the model in `file`; files that do not say so are of 4."""
+    with safe_open(file, "pt") as opened:
+        return int((opened.metadata() or {}).get("patch", 4))
 
 
 def _is_mini(weights: dict[str, Tensor]) -> bool:

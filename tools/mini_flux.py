@@ -22,6 +22,7 @@ TIME_PERIOD = 10000.0
 LATENT_PATCH = 2  # a Flux token is 2x2 latent positions; ComfyUI's detection fixes it
 NORM_EPSILON = 1e-6
 
+Grid = tuple[range, range]  # the numbers of the token rows and columns that are there
 Rotary = tuple[Tensor, Tensor]  # cosine and sine `(tokens, 64)` of each pair of channels
 
 
@@ -69,11 +70,13 @@ def time_waves(times: Tensor) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotary(text_tokens: int, rows: int, columns: int, device: torch.device) -> Rotary:
+def rotary(text_tokens: int, grid: Grid, device: torch.device) -> Rotary:
     """Positions of the sequence: text at the origin, then the picture row by row."""
-    positions = torch.zeros(text_tokens + rows * columns, len(POSITION_AXES), dtype=torch.float64)
-    positions[text_tokens:, 1] = torch.arange(rows).repeat_interleave(columns)
-    positions[text_tokens:, 2] = torch.arange(columns).repeat(rows)
+    rows, columns = grid
+    tokens = text_tokens + len(rows) * len(columns)
+    positions = torch.zeros(tokens, len(POSITION_AXES), dtype=torch.float64)
+    positions[text_tokens:, 1] = torch.tensor(rows).repeat_interleave(len(columns))
+    positions[text_tokens:, 2] = torch.tensor(columns).repeat(len(rows))
     parts = []
     for axis, width in enumerate(POSITION_AXES):
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
@@ -252,7 +255,14 @@ class MiniFlux(nn.Module):
         )
         self.final_layer = FinalLayer(shape.hidden, token_channels)
 
-    def forward(self, latent: Tensor, times: Tensor, context: Tensor, pooled: Tensor) -> Tensor:
+    def forward(
+        self,
+        latent: Tensor,
+        times: Tensor,
+        context: Tensor,
+        pooled: Tensor,
+        grid: Grid | None = None,
+    ) -> Tensor:
         """Velocity of `latent`.
 
         Args:
@@ -260,6 +270,7 @@ class MiniFlux(nn.Module):
             times: `(batch,)` in 0 (picture) to 1 (noise).
             context: text tokens `(batch, tokens, context)`.
             pooled: `(batch, pooled)`.
+            grid: where the token rows and columns of `latent` lie, if it is a part of a latent.
 
         Returns:
             A tensor of the shape of `latent`.
@@ -268,15 +279,15 @@ class MiniFlux(nn.Module):
         image = self.img_in(F.pixel_unshuffle(latent, LATENT_PATCH).flatten(2).transpose(1, 2))
         text = self.txt_in(context)
         condition = self.time_in(time_waves(times)) + self.vector_in(pooled)
-        angles = rotary(text.shape[1], rows, columns, latent.device)
+        angles = rotary(text.shape[1], grid or (range(rows), range(columns)), latent.device)
         for block in self.double_blocks:
             image, text = block(image, text, condition, angles)
         joined = torch.cat((text, image), dim=1)
         for block in self.single_blocks:
             joined = block(joined, condition, angles)
         velocity = self.final_layer(joined[:, text.shape[1] :], condition)
-        grid = velocity.transpose(1, 2).unflatten(2, (rows, columns))
-        return F.pixel_shuffle(grid, LATENT_PATCH)
+        channels_first = velocity.transpose(1, 2).unflatten(2, (rows, columns))
+        return F.pixel_shuffle(channels_first, LATENT_PATCH)
 
 
 def current_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Training pictures with names: Noto emoji from an npm package, or a folder of PNG files."""
+"""Training pictures with names: Noto emoji, plain or in scenes, or a folder of PNG files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 import numpy
 import torch
 from environment import cache_folder
+from mini_scenes import BACKGROUNDS, SUBJECTS, background
 from packages import Failed, say
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -34,14 +35,16 @@ FIRST_CATEGORIES = ("Animals & Nature", "Food & Drink")
 WITHOUT_PICTURES = "Component"  # skin-tone swatches, not pictures of something
 TEXT_TOKENS = 8
 TEXT_WIDTH = 64
+SCENE_SHARE = 0.72  # of a scene's side that the emoji takes
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One training picture: its name as prompt and where its PNG lies."""
+    """One training picture: its name as prompt, where its PNG lies, what it stands before."""
 
     name: str
     file: Path
+    scene: str = ""  # a key of BACKGROUNDS; empty: white, and the PNG fills the picture
 
 
 @dataclass(frozen=True)
@@ -69,23 +72,29 @@ def text_tokens(name: str) -> tuple[Tensor, Tensor]:
     return context, context.sum(0)
 
 
-def pixels_of(file: Path, size: int) -> Tensor:
-    """The picture on white as `(3, size, size)`, values -1..1.
+def pixels_of(picture: Picture, size: int) -> Tensor:
+    """The picture as `(3, size, size)`, values -1..1.
 
     Raises:
         Failed: the file is no picture.
     """
     try:
-        with Image.open(file) as opened:
-            picture = opened.convert("RGBA")
+        with Image.open(picture.file) as opened:
+            drawn = opened.convert("RGBA")
     except (UnidentifiedImageError, OSError) as error:
         raise Failed(
-            f"{file} must be a picture, but cannot be read: repair or remove it"
+            f"{picture.file} must be a picture, but cannot be read: repair or remove it"
         ) from error
-    white = Image.new("RGBA", picture.size, "white")
-    flat = Image.alpha_composite(white, picture).convert("RGB")
-    if flat.size != (size, size):
-        flat = flat.resize((size, size), Image.Resampling.LANCZOS)
+    if picture.scene:
+        flat = Image.fromarray(background(picture.scene, size))
+        side = round(SCENE_SHARE * size)
+        drawn = drawn.resize((side, side), Image.Resampling.LANCZOS)
+        flat.paste(drawn, ((size - side) // 2, (size - side) // 2), drawn)
+    else:
+        white = Image.new("RGBA", drawn.size, "white")
+        flat = Image.alpha_composite(white, drawn).convert("RGB")
+        if flat.size != (size, size):
+            flat = flat.resize((size, size), Image.Resampling.LANCZOS)
     return torch.from_numpy(numpy.array(flat)).permute(2, 0, 1) / 127.5 - 1
 
 
@@ -117,6 +126,22 @@ def emoji() -> PictureSet:
     readme = (folder / "README.md").read_text("utf-8").splitlines()
     artwork = next((line.lstrip("* ") for line in readme if "Noto images" in line), "not stated")
     return PictureSet(list(by_prompt.values()), f"{PACKAGE} {VERSION} says: {artwork}")
+
+
+def scenes() -> PictureSet:
+    """Each of `SUBJECTS` before each of `BACKGROUNDS`: "cat face, bricks".
+
+    Names and places are combined, so a model can learn many pictures from few parts; flat and
+    busy ground lie side by side, which is what merging tells apart.
+    """
+    plain = emoji()
+    files = {picture.name: picture.file for picture in plain.pictures}
+    combined = [
+        Picture(f"{name}, {scene}", files[name], scene)
+        for name in SUBJECTS
+        for scene in BACKGROUNDS
+    ]
+    return PictureSet(combined, plain.licence)
 
 
 def folder_of_images(folder: Path) -> PictureSet:

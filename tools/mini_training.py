@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from mini_flux import LATENT_PATCH, FluxShape, MiniFlux
+from mini_flux import LATENT_PATCH, FluxShape, Grid, MiniFlux
 from mini_pictures import Picture, pixels_of, text_tokens
-from mini_sheet import encode
+from mini_sheet import decode, encode
 from torch import Tensor
 
 AVERAGING = 0.995  # of the weights that are saved for painting
@@ -39,7 +39,7 @@ def examples_of(
     pictures: Sequence[Picture], size: int, fold: int, device: torch.device
 ) -> Examples:
     """Read `pictures` and their prompts onto `device`."""
-    pixels = torch.stack([pixels_of(picture.file, size) for picture in pictures])
+    pixels = torch.stack([pixels_of(picture, size) for picture in pictures])
     prompts = [text_tokens(picture.name) for picture in pictures]
     contexts, pooled = (torch.stack(part) for part in zip(*prompts, strict=True))
     return Examples(encode(pixels, fold).to(device), contexts.to(device), pooled.to(device))
@@ -64,22 +64,78 @@ def silence_padding(model: MiniFlux, channels: int) -> None:
         model.final_layer.linear.bias[first:] = 0
 
 
+def halve_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights for tokens of 2x2 pixels from those of a model with tokens of 4x4.
+
+    The new model does to a picture what the old one does to the picture drawn twice as large.
+    """
+
+    def halve(per_token: Tensor) -> Tensor:  # (any, 64), mean over each 2x2 pixels
+        pixels = decode(F.pixel_shuffle(per_token[..., None, None], LATENT_PATCH), fold=2)
+        latent = encode(F.avg_pool2d(pixels, 2), fold=1)
+        return F.pixel_unshuffle(latent, LATENT_PATCH).flatten(1)
+
+    last = "final_layer.linear."
+    return {
+        **weights,
+        "img_in.weight": 4 * halve(weights["img_in.weight"]),  # a pixel stands for four
+        last + "weight": halve(weights[last + "weight"].T).T.contiguous(),
+        last + "bias": halve(weights[last + "bias"][None])[0],
+    }
+
+
+def part_of_grid(rows: int, columns: int, window: int, generator: torch.Generator) -> Grid:
+    """A random `window` x `window` part of the token grid: neighbours, or evenly spread tokens.
+
+    Neighbours teach texture and spread tokens composition, both at their true positions, for the
+    price of `window`^2 tokens. A side of at most `window` tokens is taken whole.
+    """
+    spread = bool(torch.randint(2, (), generator=generator))
+
+    def part(side: int) -> range:
+        if side <= window:
+            return range(side)
+        stride = side // window if spread else 1
+        first = int(torch.randint(side - stride * (window - 1), (), generator=generator))
+        return range(first, first + stride * window, stride)
+
+    return part(rows), part(columns)
+
+
+def take(latents: Tensor, grid: Grid) -> Tensor:
+    """The latent positions of the tokens of `grid`: `(batch, channels, 2 * rows, 2 * columns)`."""
+    rows, columns = (
+        [LATENT_PATCH * token + place for token in line for place in range(LATENT_PATCH)]
+        for line in grid
+    )
+    return latents[:, :, rows][..., columns]
+
+
 def batch_loss(
-    model: MiniFlux, examples: Examples, batch: int, channels: int, generator: torch.Generator
+    model: MiniFlux,
+    examples: Examples,
+    batch: int,
+    channels: int,
+    window: int,
+    generator: torch.Generator,
 ) -> Tensor:
-    """Mean squared error of the velocity over the picture channels of one random batch."""
+    """Mean squared error of the velocity over the picture channels of one random batch.
+
+    `window` is the largest number of tokens a side (see `part_of_grid`), 0 for all.
+    """
     device = examples.latents.device
-    height, width = examples.latents.shape[-2:]
+    rows, columns = (side // LATENT_PATCH for side in examples.latents.shape[-2:])
+    grid = part_of_grid(rows, columns, window or max(rows, columns), generator)
     # drawn on the CPU: a run on a GPU sees the same batches
     picks = torch.randint(len(examples.latents), (batch,), generator=generator).to(device)
     times = torch.sigmoid(torch.randn(batch, generator=generator)).to(device)
     kept = (torch.rand(batch, generator=generator) >= EMPTY_PROMPTS).float().to(device)
-    noise = torch.randn(batch, channels, height, width, generator=generator).to(device)
-    latents = examples.latents[picks]
+    latents = take(examples.latents[picks], grid)
+    noise = torch.randn(batch, channels, *latents.shape[-2:], generator=generator).to(device)
     noise = F.pad(noise, (0, 0, 0, 0, 0, latents.shape[1] - channels))
     mixed = torch.lerp(latents, noise, times[:, None, None, None])
     contexts = examples.contexts[picks] * kept[:, None, None]
-    velocity = model(mixed, times, contexts, examples.pooled[picks] * kept[:, None])
+    velocity = model(mixed, times, contexts, examples.pooled[picks] * kept[:, None], grid)
     return F.mse_loss(velocity.float()[:, :channels], (noise - latents)[:, :channels])
 
 

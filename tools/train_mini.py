@@ -21,13 +21,21 @@ from mini_checkpoint import (
     latest_step,
     load_checkpoint,
     load_weights,
+    patch_of,
     save_checkpoint,
     save_weights,
 )
 from mini_flux import LATENT_PATCH, FluxShape, MiniFlux
-from mini_pictures import Picture, emoji, folder_of_images, pixels_of
+from mini_pictures import Picture, PictureSet, emoji, folder_of_images, pixels_of, scenes
 from mini_sheet import picture_channels, sample_names, save_sheet
-from mini_training import Training, batch_loss, examples_of, learning_rate, silence_padding
+from mini_training import (
+    Training,
+    batch_loss,
+    examples_of,
+    halve_tokens,
+    learning_rate,
+    silence_padding,
+)
 from packages import Failed, say
 from torch import Tensor
 
@@ -71,13 +79,18 @@ class Run:
         # a token is 2x2 latent positions, so each of them takes half a token's pixels a side
         self.fold = options.patch // LATENT_PATCH
         self.channels = picture_channels(self.fold)
-        source = folder_of_images(Path(options.images)) if options.images else emoji()
+        source = self._source()
         self.licence = source.licence
         self.pictures = self._choose(source.pictures)
         self.examples = examples_of(self.pictures, options.size, self.fold, self.device)
         self._make_folder()
         self.training = self._begin()
         self.log = Log(self.out / "log.csv", self.training.step)
+
+    def _source(self) -> PictureSet:
+        if self.options.images:
+            return folder_of_images(Path(self.options.images))
+        return scenes() if self.options.scenes else emoji()
 
     def _make_folder(self) -> None:
         try:
@@ -104,7 +117,7 @@ class Run:
             training = load_checkpoint(self.out, step, self.geometry, self.device)
             print(f"Going on from step {step} in {self.out}")
             return training
-        start = load_weights(Path(self.options.start)) if self.options.start else None
+        start = self._start(Path(self.options.start)) if self.options.start else None
         shape = FluxShape.of(start) if start else FluxShape()
         training = Training(shape, self.device, self.options.seed)
         for model in (training.model, training.average):
@@ -112,6 +125,17 @@ class Run:
                 model.load_state_dict(start)
             silence_padding(model, self.channels)
         return training
+
+    def _start(self, file: Path) -> dict[str, Tensor]:
+        weights, patch, wanted = load_weights(file), patch_of(file), self.options.patch
+        if patch == wanted:
+            return weights
+        if patch == 2 * wanted:
+            return halve_tokens(weights)
+        raise Failed(
+            f"--start must be a model of {wanted} or {2 * wanted} pixels a token for --patch "
+            f"{wanted}, got one of {patch}: use --patch {patch}"
+        )
 
     def go(self) -> int:
         """Train to the last step or the first signal; returns the exit status."""
@@ -174,8 +198,12 @@ class Run:
         seed = self.options.seed * 1_000_003 + self.training.step
         generator = torch.Generator().manual_seed(seed)
         bf16 = self.options.precision == "bf16"
+        whole = self.training.step >= self.options.steps - self.options.whole_steps
+        window = 0 if whole else self.options.window
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return batch_loss(model, self.examples, self.options.batch, self.channels, generator)
+            return batch_loss(
+                model, self.examples, self.options.batch, self.channels, window, generator
+            )
 
     def _save(self) -> None:
         options, step = self.options, self.training.step
@@ -192,9 +220,10 @@ class Run:
     def _paint(self) -> None:
         """Write the sample sheet and say how near the painted pictures are to the true ones."""
         size = self.options.size
-        shown = self.pictures[: self.options.sheet]
+        shown = self.pictures[:: max(1, len(self.pictures) // self.options.sheet)]
+        shown = shown[: self.options.sheet]
         names = [picture.name for picture in shown]
-        truth = torch.stack([pixels_of(picture.file, size) for picture in shown])
+        truth = torch.stack([pixels_of(picture, size) for picture in shown])
         painted = sample_names(self.training.average, names, size, self.fold).clamp(-1, 1)
         save_sheet(self.out / "sheet.png", names, truth, painted)
         # values span 2, so the peak signal squared is 4
@@ -238,8 +267,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=32, help="pictures a step (32)")
     add("--pictures", type=int, metavar="N", help=f"distinct pictures (emoji: {DEFAULT_PICTURES})")
     add("--images", metavar="DIR", help="train on the PNG files of DIR, their names as prompts")
+    add("--scenes", action="store_true", help="train on emoji before flat and busy backgrounds")
     add("--size", type=int, default=64, metavar="PIXELS", help="side of a picture (64)")
     add("--patch", type=int, default=4, choices=(2, 4), help="pixels a side of a token (4)")
+    add("--window", type=int, default=0, metavar="TOKENS", help="train on parts of this many "
+        "tokens a side, neighbours and spread ones in turn: large grids learn several times "
+        "faster (0: whole)")  # fmt: skip
+    add("--whole-steps", type=int, default=0, metavar="N", help="last steps without --window (0)")
     add("--start", metavar="FILE", help="begin with the weights of this .safetensors")
     add("--learning-rate", type=float, default=9e-4, metavar="RATE", help="at its highest (9e-4)")
     add("--seed", type=int, default=0, help="of the first weights and of the batches (0)")
@@ -249,10 +283,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--device", help="cpu or cuda (cuda where there is one)")
     add("--precision", choices=("bf16", "fp32"), help="of training (bf16 where it is native)")
     options = parser.parse_args(argv)
-    for name in ("steps", "batch", "pictures", "size", "save_every", "sheet", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    at_least_one = ("steps", "batch", "pictures", "size", "save_every", "sheet", "threads")
+    for name in (*at_least_one, "window", "whole_steps"):
+        value, least = getattr(options, name), int(name in at_least_one)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if options.scenes and options.images:
+        parser.error("--scenes draws its own pictures: leave out --images, or --scenes")
     if options.size % options.patch:
         nearest = max(1, round(options.size / options.patch)) * options.patch
         parser.error(
@@ -261,7 +298,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if not options.learning_rate > 0:
         parser.error(f"--learning-rate must be above 0, got {options.learning_rate}")
-    if not options.images:
+    if not options.images and not options.scenes:
         options.pictures = options.pictures or DEFAULT_PICTURES
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.precision = options.precision or default_precision(options.device)

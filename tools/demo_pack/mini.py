@@ -12,7 +12,6 @@ from torch import Tensor
 
 TEXT_TOKENS = 8
 TEXT_WIDTH = 64
-PICTURE_CHANNELS = 12  # RGB times 2x2 pixels; the other four of Flux's 16 channels are zero
 
 
 def word_vector(word: str) -> Tensor:
@@ -30,10 +29,15 @@ def embed(names: list[str]) -> Tensor:
     return tokens
 
 
-def decode(latent: Tensor) -> Tensor:
-    """Pictures `(batch, height, width, rgb)` in 0..1 of latents as a sampler returns them."""
+def decode(latent: Tensor, patch: int) -> Tensor:
+    """Pictures `(batch, height, width, rgb)` in 0..1 of latents as a sampler returns them.
+
+    A token is 2x2 latent positions, so `patch` pixels a side of a token make `patch / 2` of them a
+    side of a position: their RGB fills its first channels, and the others of Flux's 16 are zero.
+    """
     own = comfy.latent_formats.Flux().process_in(latent.float())
-    pixels = torch.nn.functional.pixel_shuffle(own[:, :PICTURE_CHANNELS], 2)
+    fold = patch // 2
+    pixels = torch.nn.functional.pixel_shuffle(own[:, : 3 * fold * fold], fold)
     return ((pixels + 1) / 2).clamp(0, 1).movedim(1, -1)
 
 
@@ -63,8 +67,10 @@ class ToMADemoDecode:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"latent": ("LATENT",)}}
+        tooltip = "Pixels a side of a token, as the model was trained (its metadata says so)."
+        patch = {"default": 4, "min": 2, "max": 4, "step": 2, "tooltip": tooltip}
+        return {"required": {"latent": ("LATENT",), "patch": ("INT", patch)}}
 
-    def decode(self, latent: dict[str, Tensor]) -> tuple[Tensor]:
-        pictures = decode(latent["samples"])
+    def decode(self, latent: dict[str, Tensor], patch: int) -> tuple[Tensor]:
+        pictures = decode(latent["samples"], patch)
         return (torch.cat(tuple(pictures), dim=1)[None],)
