@@ -158,7 +158,7 @@ def _run(
         else float("inf"),
         end_sigma=float(to_sigma(config.end_percent)) if config.end_percent < 1 else float("-inf"),
         reuse_interval=config.reuse_interval,
-        weight_interval=config.weight_interval,
+        weight_interval=config.weight_steps,
         selection_steps=config.selection_steps,
     )
     make_host: Callable[[nn.Module, Run], Any] = functools.partial(

@@ -81,8 +81,7 @@ class MergeConfig:
             empty for every ``reuse_interval`` steps.
         weight_interval: sampling steps for which merge weights are kept.
         keep_detail: blocks run whole at the steps at which destinations are chosen, and what
-            merging would lose is kept and added back until the next choice (``detail.py``). Kept
-            detail belongs to its weights, so ``weight_interval`` becomes ``reuse_interval``.
+            merging would lose is kept and added back until the next choice (``detail.py``).
         start_percent, end_percent: part of the sampling range in which tokens merge, 0 to 1.
         temperature: tau of the assignment softmax; near 0 every token follows one destination.
         merge_queries_only: in self-attention, keys and values stay whole.
@@ -129,8 +128,6 @@ class MergeConfig:
                 f"{what} works on self-attention alone, got scope {self.scope.value}. "
                 "Set scope to attention."
             )
-        if self.keep_detail:
-            object.__setattr__(self, "weight_interval", self.reuse_interval)
         if self.matching and self.keep_detail:
             raise ValueError(
                 f"keep_detail works with ToMA alone, got method {self.method.value}. "
@@ -146,6 +143,11 @@ class MergeConfig:
     def method(self) -> Method:
         """How it is decided which tokens merge."""
         return self.matching.method if self.matching else Method.TOMA
+
+    @property
+    def weight_steps(self) -> int:
+        """Sampling steps for which weights are kept: kept detail belongs to those it was made by."""
+        return self.reuse_interval if self.keep_detail else self.weight_interval
 
     @property
     def off_setting(self) -> str:

@@ -33,7 +33,7 @@ def typical_steps(config: Any) -> dict[int, float]:
         return {0: 1.0}
     sigmas = tuple(map(float, sigmas_for(config)))
     schedule = Schedule(
-        sigmas, float("inf"), float("-inf"), config.reuse_interval, config.weight_interval
+        sigmas, float("inf"), float("-inf"), config.reuse_interval, config.weight_steps
     )
     epochs = [schedule.epoch(sigma) for sigma in sigmas[:-1]]
     actions = [now.action(held) for held, now in zip([None, *epochs], epochs, strict=False)]
