@@ -146,7 +146,7 @@ class MergeConfig:
 
     @property
     def weight_steps(self) -> int:
-        """Sampling steps for which weights are kept: kept detail belongs to those it was made by."""
+        """Sampling steps for which weights are kept; kept detail belongs to its weights."""
         return self.reuse_interval if self.keep_detail else self.weight_interval
 
     @property
