@@ -17,7 +17,7 @@ MODELS = {"sdxl": tiny.sdxl, "sd15": tiny.sd15, "flux": tiny.flux}
 SCOPES = list(Scope)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
     return MODELS[request.param]()
 
