@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .merge import CarryPlan
 from .plan import MergePlan
+from .rows import take_rows
 
 Packed = tuple[Tensor, ...]
 """A tensor as it is kept: itself, or whole numbers of 8 bits and a scale per row."""
@@ -139,21 +140,6 @@ class Carry:
         detail = torch.cat((lost, torch.zeros_like(lost[:, :1])), 1)
         assert self._memory is not None  # else nothing runs whole
         self._memory[self._name] = Kept(pack(detail), *self._keys)
-
-
-def take_rows(x: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Rows of ``x`` along ``axis`` by an index of its own for every sample.
-
-    Args:
-        x: ``(batch or 1, ...)``.
-        index: ``(batch, rows)``.
-    """
-    batch, rows = index.shape
-    x = x.expand(batch, *x.shape[1:]).movedim(axis, 1)
-    length = x.shape[1]
-    first = torch.arange(batch, device=x.device)[:, None] * length
-    taken = x.flatten(0, 1).index_select(0, (index + first).flatten())
-    return taken.unflatten(0, (batch, rows)).movedim(1, axis)
 
 
 def _carrying(plan: MergePlan) -> CarryPlan:

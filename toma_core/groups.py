@@ -17,7 +17,8 @@ from torch import Tensor
 from .cells import CellLayout
 from .plan import MergePlan
 from .regions import Grid
-from .segments import Segments, build_segments, rows_of_all
+from .rows import rows_of_all, take_rows
+from .segments import Segments, build_segments
 
 
 class Blend(Enum):
@@ -72,8 +73,7 @@ class GroupPlan(MergePlan):
     def merge_image(self, x: Tensor) -> Tensor:
         tables = self._tables
         if self.blend is Blend.PRUNE:
-            rows = rows_of_all(tables.places, self.tokens)
-            return x.flatten(0, 1).index_select(0, rows).unflatten(0, (self.batch, -1))
+            return take_rows(x, tables.places, 1)
         merged = tables.segments.mean(x)
         if self.blend is Blend.NORM:
             longest = tables.segments.largest(_norm(x).squeeze(-1))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .plan import MergePlan
 from .regions import Grid, RegionLayout
+from .rows import rows_of_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,16 +129,11 @@ class CarryPlan(RegionPlan):
         index = is_kept.argsort(dim=1, stable=True)[:, :sources]
         place = torch.arange(sources, device=index.device).expand(batch, -1)
         row = torch.full_like(is_kept, sources).scatter(1, index, place)
-        return index, self._rows(row, sources + 1)
+        return index, rows_of_all(row, sources + 1)
 
     @cached_property
     def _kept_rows(self) -> Tensor:
-        return self._rows(self.positions(), self.tokens)
-
-    def _rows(self, index: Tensor, length: int) -> Tensor:
-        """Indices of samples of ``length`` rows as rows of all samples in one, flat."""
-        first = torch.arange(self.batch, device=index.device) * length
-        return (index + first[:, None]).flatten()
+        return rows_of_all(self.positions(), self.tokens)
 
     def joined(self, others: Sequence[CarryPlan]) -> CarryPlan:
         plans = (self, *others)
@@ -193,8 +189,7 @@ def carry(
 
 def _cosine(x: Tensor, layout: RegionLayout, destinations: Tensor) -> Tensor:
     """``(batch, regions, kept, size)`` similarity of destinations and tokens."""
-    first = torch.arange(x.shape[0] * layout.regions, device=x.device) * layout.size
-    picked = (destinations.reshape(-1, layout.kept) + first[:, None]).flatten()
+    picked = rows_of_all(destinations.flatten(0, 1), layout.size)
     rows = x.reshape(-1, x.shape[-1]).index_select(0, picked).reshape(*destinations.shape, -1)
     # A destination belongs to its own group, even where it is a zero token.
     return (rows @ x.transpose(-1, -2)).masked_fill(_own(layout, destinations), 1.0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .rows import rows_of_all
+
 CHUNK = 16
 """Rows of a chunk."""
 
@@ -102,9 +104,3 @@ def build_segments(groups: Tensor, count: int) -> Segments:
         edges.diff(dim=1)[..., None],
         later,
     )
-
-
-def rows_of_all(index: Tensor, length: int) -> Tensor:
-    """``(batch, n)`` rows of samples of ``length`` as rows of all samples in one, flat."""
-    first = torch.arange(index.shape[0], device=index.device) * length
-    return (index + first[:, None]).flatten()
