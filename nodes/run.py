@@ -130,9 +130,8 @@ class Site:
             run.report.aside(RESHAPED, block)
             return None
         if layout.is_identity:
-            protected = getattr(layout, "protected", None)
-            reason = "too few tokens" if protected is None else "too few unprotected tokens"
-            run.report.aside(f"{reason} to merge", block)
+            kind = "tokens" if layout.protected is None else "unprotected tokens"
+            run.report.aside(f"too few {kind} to merge", block)
             return None
         held = run.session.plan(self._place, self._conditions, epoch, layout, x)
         if run.record is not None and held.is_new and not held.plan.is_identity:

@@ -58,6 +58,11 @@ class CellLayout:
     cells: tuple[Cells, ...]
 
     @property
+    def protected(self) -> None:
+        """No token is: only ToMA protects any."""
+        return None
+
+    @property
     def tokens(self) -> int:
         return sum(cells.tokens for cells in self.cells)
 
