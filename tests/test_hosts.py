@@ -157,7 +157,7 @@ def test_an_attention_mask_follows_the_tokens(scope):
 
 
 def test_modulation_ranges_become_those_of_merged_tokens():
-    from comfyui_toma.nodes.flux import merged_ranges
+    from comfyui_toma.nodes.followers import merged_ranges
     from comfyui_toma.toma_core.planning import build_plan
     from comfyui_toma.toma_core.regions import build_layout
 

@@ -163,10 +163,11 @@ def test_leaves_import_only_the_config_and_hosts_never_one_another():
         "regions": {".config"},
         "selection": {".config"},
         "plan": {".regions"},
-        "merge": {".config", ".plan", ".regions"},
+        "rows": set(),
+        "merge": {".config", ".plan", ".regions", ".rows"},
         "cells": {".config", ".regions"},
-        "segments": set(),
-        "groups": {".cells", ".plan", ".regions", ".segments"},
+        "segments": {".rows"},
+        "groups": {".cells", ".plan", ".regions", ".rows", ".segments"},
         "schedule": {".config"},
     }
     for leaf, names in allowed.items():
