@@ -25,15 +25,21 @@ def test_full_size_models_do_the_work_that_the_ratio_says(make, limits):
             assert counted <= limit
 
 
-# At most, at ratio 0.5, of a step between whole ones with kept detail: keys stay whole, so
-# attention saves less.
-KEEPING = {probe.full_sdxl_on_meta: 4.35, probe.full_flux_on_meta: 42.0}
+# At most, of a step between whole ones with kept detail: TFLOP at ratio 0.5, where keys stay whole
+# and attention saves less, and MiB kept at ratio 0.75, for each prompt.
+KEEPING = {
+    probe.full_sdxl_on_meta: probe.Cost(4.35, 235),
+    probe.full_flux_on_meta: probe.Cost(42.0, 1600),
+}
 
 
 @pytest.mark.parametrize(
     ("make", "stock"), [(probe.full_sdxl_on_meta, SDXL[0]), (probe.full_flux_on_meta, FLUX[0])]
 )
-def test_kept_detail_costs_whole_steps_and_whole_keys(make, stock):
-    model, config = make(), MergeConfig(ratio=0.5, keep_detail=True)
-    assert probe.count_flops(model, config, (128, 128)) == pytest.approx(stock, rel=0.01)
-    assert probe.count_flops(model, config, (128, 128), call=2) <= KEEPING[make]
+def test_kept_detail_costs_whole_steps_whole_keys_and_memory(make, stock):
+    model, size = make(), (128, 128)
+    half, most = (MergeConfig(ratio=ratio, keep_detail=True) for ratio in (0.5, 0.75))
+    assert probe.cost(model, half, size).tflop == pytest.approx(stock, rel=0.01)
+    assert probe.cost(model, half, size, call=2).tflop <= KEEPING[make].tflop
+    kept = probe.cost(model, most, size).kept_mib
+    assert 0.9 * KEEPING[make].kept_mib < kept <= KEEPING[make].kept_mib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_base
 import comfy.supported_models
@@ -82,8 +82,20 @@ def _on_meta(config: Any) -> Any:
     return tiny.wrap(model)
 
 
-def count_flops(model: Any, config: Any, latent: tuple[int, int], call: int = 1) -> float:
-    """TFLOP of the first call of a run at batch 1, or of a later one, our own work included."""
+class Cost(NamedTuple):
+    """What a call takes: TFLOP, our own work included, and MiB of detail kept after it."""
+
+    tflop: float
+    kept_mib: float
+
+
+def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
+    """TFLOP of the first call of a run at batch 1."""
+    return cost(model, config, latent).tflop
+
+
+def cost(model: Any, config: Any, latent: tuple[int, int], call: int = 1) -> Cost:
+    """Cost of the first call of a run at batch 1 in bf16, or of a later one."""
     patched = attach(model, config)
     sigmas = torch.tensor([1.0, 0.0])
     run, options = open_run(patched, patched.model_options, sigmas, latent)
@@ -120,5 +132,6 @@ def count_flops(model: Any, config: Any, latent: tuple[int, int], call: int = 1)
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
             run.calc_cond_batch(predict)
+    kept = sum(each.session.kept_bytes for each in run._runs)
     run.close()
-    return counter.get_total_flops() / 1e12
+    return Cost(counter.get_total_flops() / 1e12, kept / 2**20)
