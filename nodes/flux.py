@@ -25,6 +25,7 @@ from .followers import Followers, Keys, merged_ranges
 from .options import Call
 from .overrides import Original, Override
 from .run import Run, Site
+from .work import FluxWork, Tokens, Work
 
 BLOCKS_PER_SITE = 10
 """Blocks that share a pattern, as many as in the deepest stage of SDXL."""
@@ -51,6 +52,7 @@ class FluxHost:
 
     def __init__(self, model: Flux, run: Run, chosen: FluxBlocks) -> None:
         self._patch_size = model.patch_size
+        self._work = FluxWork(model)
         self._sequence = Sequence()
         double = _chosen(model.double_blocks, chosen.skip_first_double, chosen.skip_last_double)
         single = _chosen(model.single_blocks, chosen.skip_first_single, chosen.skip_last_single)
@@ -70,13 +72,16 @@ class FluxHost:
                 ]
 
     def overrides(self, call: Call) -> list[Override]:
-        pictures = [call.arguments["x"], *(call.arguments.get("ref_latents") or [])]
-        text = call.arguments.get("c_crossattn")
-        self._sequence.begin(
-            tuple(self._grid(picture) for picture in pictures),
-            0 if text is None else text.shape[1],
-        )
+        self._sequence.begin(self._grids(call), call.prompt_tokens)
         return [override for block in self._blocks for override in block.overrides(call)]
+
+    def work(self, call: Call, known: Mapping[nn.Module, Tokens]) -> Work | None:
+        tokens = sum(rows * columns for rows, columns in self._grids(call))
+        return self._work.of_call(tokens, call.prompt_tokens, known)
+
+    def _grids(self, call: Call) -> tuple[Grid, ...]:
+        pictures = [call.arguments["x"], *(call.arguments.get("ref_latents") or [])]
+        return tuple(self._grid(picture) for picture in pictures)
 
     def _grid(self, picture: Tensor) -> Grid:
         """Token grid of a latent; Flux pads odd sides."""
@@ -131,6 +136,7 @@ class FluxBlock(ABC):
         self._block = block
         self._name = f"{self.kind} {number}"
         self._site = site
+        site.blocks.append(block)
         self._run = run
         self._sequence = sequence
         self._follow = followers

@@ -31,6 +31,12 @@ class Call:
         return self.arguments.get("transformer_options") or {}
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, 0 where there is none."""
+        prompt = self.arguments.get("c_crossattn")
+        return 0 if prompt is None else prompt.shape[1]
+
+    @property
     def patches(self) -> Mapping[str, list]:
         """Patches of other nodes inside blocks, by patch point."""
         return self.options.get("patches") or {}

@@ -6,10 +6,20 @@ import logging
 import statistics
 import sys
 from collections import Counter
+from enum import Enum
 
 from .options import KEY
+from .work import Work
 
 _logger = logging.getLogger(KEY)
+
+
+class Step(Enum):
+    """What a sampling step was like."""
+
+    MERGED = "on merged tokens"
+    WHOLE = "on all tokens, so that detail is kept"
+    STOCK = "left alone"
 
 
 class Report:
@@ -28,8 +38,9 @@ class Report:
         self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
         self._merges = False
+        self._works: list[Work | None] = []
         self._kept_bytes = 0
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._seconds: list[tuple[Step, float]] = []
 
     def merged(self, block: str, before: int, after: int) -> None:
         """Note that a block worked on ``after`` tokens instead of ``before``."""
@@ -58,9 +69,13 @@ class Report:
         """Note how many bytes of detail are kept now."""
         self._kept_bytes = max(self._kept_bytes, size)
 
-    def step(self, seconds: float, merging: bool) -> None:
-        """Note how long a sampling step took, and whether tokens merged in it."""
-        self._seconds[merging].append(seconds)
+    def works(self, work: Work | None, samples: int) -> None:
+        """Note what a call took for each of its samples; None where that is not known."""
+        self._works.append(work and Work(samples * work.stock, samples * work.done))
+
+    def step(self, seconds: float, kind: Step) -> None:
+        """Note how long a sampling step took, and what it was like."""
+        self._seconds.append((kind, seconds))
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -71,6 +86,15 @@ class Report:
     @property
     def reasons(self) -> tuple[str, ...]:
         return tuple(self._aside)
+
+    @property
+    def saving(self) -> float:
+        """The model's work without merging over what it was; 1 where that is not known."""
+        works = [work for work in self._works if work is not None]
+        # Other nodes inside the model change its work in ways that are not known.
+        if self._aside or not works or len(works) < len(self._works):
+            return 1.0
+        return sum(work.stock for work in works) / sum(work.done for work in works)
 
     def summary(self) -> str:
         """One line: what merged and how fast, or why nothing did."""
@@ -86,14 +110,27 @@ class Report:
             least, most = min(span[0] for span in spans), max(span[1] for span in spans)
             after = f"{least}" if least == most else f"{least} to {most}"
             parts.append(f"{size} -> {after} tokens in {blocks} block{'s' if blocks > 1 else ''}")
-        if self._seconds[True]:
-            # Means: a median would hide the whole steps between which detail is kept.
-            parts.append(f"{statistics.fmean(self._seconds[True]):.2f} s/step")
-            if self._seconds[False]:
-                parts[-1] += f" (stock {statistics.fmean(self._seconds[False]):.2f})"
+        if self.saving > 1:
+            parts.append(f"{self.saving:.2f}x fewer FLOPs")
+        if speed := self._speed():
+            parts.append(speed)
         if self._kept_bytes:
             parts.append(f"{self._kept_bytes / 2**20:.0f} MiB of detail kept")
         return f"{self._subject}: {', '.join(parts)}"
+
+    def _speed(self) -> str:
+        """Seconds of a step beside those of a step on all tokens, where there were any."""
+        ours = [seconds for kind, seconds in self._seconds if kind is not Step.STOCK]
+        if not ours:
+            return ""
+        # Means: a median would hide the whole steps between which detail is kept.
+        text = f"{statistics.fmean(ours):.2f} s/step"
+        # The first step of a run warms up what lies between the others.
+        for name, kind in (("stock", Step.STOCK), ("whole steps", Step.WHOLE)):
+            others = [seconds for known, seconds in self._seconds[1:] if known is kind]
+            if others:
+                return f"{text} ({name} {statistics.fmean(others):.2f})"
+        return text
 
     def show(self) -> None:
         """Put the summary on the node, where a client looks on."""

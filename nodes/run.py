@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from ..toma_core.session import Held, Session
 from .options import Call, CallReader
 from .overrides import Override, overriding
 from .record import Record
-from .report import Report
+from .report import Report, Step
+from .work import Tokens, Work
 
 
 class _Uncompiled:
@@ -69,6 +70,10 @@ class Host(Protocol):
         """Modules and what they run instead of ``forward`` during ``call``."""
         ...
 
+    def work(self, call: Call, known: Mapping[nn.Module, Tokens]) -> Work | None:
+        """Work of ``call``, in which blocks worked on ``known`` tokens; None if it can't tell."""
+        ...
+
 
 HostFactory = Callable[[nn.Module, "Run"], Host]
 
@@ -79,9 +84,13 @@ class Site:
     Args:
         run: that the patterns belong to.
         place: of these blocks in the model.
+
+    Attributes:
+        blocks: the blocks; each adds itself.
     """
 
     def __init__(self, run: Run, place: Place) -> None:
+        self.blocks: list[nn.Module] = []
         self._run = run
         self._place = place
         self._conditions: tuple[Hashable, ...] = ()
@@ -107,10 +116,19 @@ class Site:
         if held.plan.is_identity:
             self._run.report.aside("no two tokens were alike enough", block)
             return None
-        runs_whole = held.is_new and held.memory is not None
-        note = self._run.report.whole if runs_whole else self._run.report.merged
+        note = self._run.report.whole if held.runs_whole else self._run.report.merged
         note(block, held.plan.tokens, held.plan.merged)
         return held.plan
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What each of these blocks worked on in the last call; None where none has a plan."""
+        held = self._held
+        if held is None:
+            return None
+        if held.plan.is_identity or held.runs_whole:
+            return Tokens.whole(held.plan.tokens)
+        return Tokens.merged(held.plan, self._run.config)
 
     def carry(self, name: str, plan: MergePlan) -> Carry:
         """The way of one function of tokens, whose plan is ``plan``, to merged tokens and back.
@@ -188,6 +206,22 @@ class Run:
         self._chosen[call.conditions] = epoch
         return host.overrides(call)
 
+    @property
+    def runs_whole(self) -> bool:
+        """True where blocks of the current call run whole, so that detail can be kept of them."""
+        return self.chooses and self.config.keep_detail
+
+    def count(self, model: nn.Module, call: Call) -> None:
+        """Tell the report what a call took, now that it is over."""
+        host = self._hosts[id(model)]
+        known = {
+            block: tokens
+            for site in host.sites
+            if (tokens := site.tokens) is not None
+            for block in site.blocks
+        }
+        self.report.works(host.work(call, known), samples=call.arguments["x"].shape[0])
+
     def close(self) -> None:
         """Say what happened, and drop every plan at once: hosts and the run know one another."""
         self.report.keeps(self.session.kept_bytes)
@@ -206,7 +240,7 @@ class SamplingRun:
     def __init__(self, runs: list[Run]) -> None:
         self._runs = runs
         self._reader = CallReader()
-        self._step: tuple[float, float, Run | None] | None = None
+        self._step: tuple[float, float, Step, Run | None] | None = None
 
     def calc_cond_batch(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
         """Wraps one prediction of the sampler (``WrappersMP.CALC_COND_BATCH``)."""
@@ -216,6 +250,9 @@ class SamplingRun:
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps one call of the model (``WrappersMP.APPLY_MODEL``), around any compiled code."""
         call = self._reader.read(executor.original, args, kwargs)
+        # A compiled model stands in for the true one; the blocks are the same objects.
+        model = executor.class_obj.diffusion_model
+        model = getattr(model, "_orig_mod", model)
         overrides: list[Override] = []
         active = None
         for run in reversed(self._runs):
@@ -225,17 +262,16 @@ class SamplingRun:
             if active is not None:
                 run.report.aside("a later node takes over")
                 continue
-            model = executor.class_obj.diffusion_model
-            # A compiled model stands in for the true one; the blocks are the same objects.
-            model = getattr(model, "_orig_mod", model)
             overrides = run.overrides(model, call, epoch)
             active = run
         is_new_step = self._time(call.sigma, active)
         chooses = active is not None and active.chooses
         with overriding(overrides), UNCOMPILED if chooses else nullcontext():
             result = executor(*args, **kwargs)
-        if is_new_step and active is not None:
-            active.report.show()
+        if active is not None:
+            active.count(model, call)
+            if is_new_step:
+                active.report.show()
         return result
 
     def _time(self, sigma: float | None, active: Run | None) -> bool:
@@ -244,10 +280,11 @@ class SamplingRun:
         if sigma is None or (self._step is not None and self._step[0] == sigma):
             return False
         if self._step is not None:
-            _, since, before = self._step
+            _, since, kind, before = self._step
             for run in self._runs:
-                run.report.step(now - since, merging=run is before)
-        self._step = (sigma, now, active)
+                run.report.step(now - since, kind if run is before else Step.STOCK)
+        kind = Step.WHOLE if active is not None and active.runs_whole else Step.MERGED
+        self._step = (sigma, now, kind, active)
         return True
 
     def decline(self, reason: str) -> None:

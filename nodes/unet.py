@@ -6,9 +6,9 @@ Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
@@ -21,6 +21,7 @@ from .attention import with_all_keys
 from .options import Call
 from .overrides import Original, Override
 from .run import RESHAPED, Run, Site
+from .work import Tokens, UNetWork, Work
 
 PATCH_POINTS = (
     "attn1_patch",
@@ -77,21 +78,32 @@ class UNetHost:
     def __init__(self, model: UNetModel, run: Run, chosen: UNetBlocks) -> None:
         self.sites: list[Site] = []
         self._blocks: list[UNetBlock] = []
-        found = list(_transformers(model))
-        blocks = sum(len(transformer.transformer_blocks) for *_, transformer in found)
+        stages = list(_stages(model))
+        self._work = UNetWork([(stage.downsample, stage.module) for stage in stages], model)
+        found = [
+            (stage, module.transformer_blocks)
+            for stage in stages
+            for module in stage.module
+            if isinstance(module, SpatialTransformer)
+        ]
+        total = sum(len(blocks) for _, blocks in found)
         first = 0
-        for stage, number, downsample, transformer in found:
-            for depth, block in enumerate(transformer.transformer_blocks):
-                if not chosen.include(stage, downsample):
+        for stage, blocks in found:
+            for depth, block in enumerate(blocks):
+                if not chosen.include(stage.name, stage.downsample):
                     continue
                 if depth == 0 or not run.config.blocks_share_patterns:
-                    self.sites.append(Site(run, Place(first + depth, blocks)))
-                place = (stage, number, depth)
+                    self.sites.append(Site(run, Place(first + depth, total)))
+                place = (stage.name, stage.number, depth)
                 self._blocks.append(UNetBlock(block, place, self.sites[-1], run))
-            first += len(transformer.transformer_blocks)
+            first += len(blocks)
 
     def overrides(self, call: Call) -> list[Override]:
         return [override for block in self._blocks for override in block.overrides(call)]
+
+    def work(self, call: Call, known: Mapping[nn.Module, Tokens]) -> Work | None:
+        rows, columns = call.arguments["x"].shape[-2:]
+        return self._work.of_call((rows, columns), call.prompt_tokens, known)
 
 
 class UNetBlock:
@@ -109,6 +121,7 @@ class UNetBlock:
         self._place = place
         self._name = f"{place[0]} {place[1]}.{place[2]}"
         self._site = site
+        site.blocks.append(block)
         self._run = run
         self._forward = Original(block)
         self._modules = {
@@ -249,26 +262,27 @@ def _merge_if_fits(plan: MergePlan, x: Tensor | None) -> Tensor | None:
     return plan.merge(x) if x is not None and plan.fits(x) else x
 
 
-def _transformers(model: UNetModel) -> Iterator[tuple[str, int, int, SpatialTransformer]]:
-    """Stage, number, downsampling and module of every spatial transformer, as the model runs."""
+class _Stage(NamedTuple):
+    """A stage of a UNet: its name and number, how much smaller than the latent it works, and it."""
+
+    name: str
+    number: int
+    downsample: int
+    module: nn.Module
+
+
+def _stages(model: UNetModel) -> Iterator[_Stage]:
+    """Every stage, in the order in which the model runs them."""
     downsample = 1
     downsamples = []
     for number, block in enumerate(model.input_blocks):
         if any(isinstance(module, Downsample) for module in block.modules()):
             downsample *= 2
         downsamples.append(downsample)
-        yield from _of_stage("input", number, downsample, block)
+        yield _Stage("input", number, downsample, block)
     if model.middle_block:
-        yield from _of_stage("middle", 0, downsample, model.middle_block)
+        yield _Stage("middle", 0, downsample, model.middle_block)
     # Output block i takes the skip of input block -1-i, so it works at that one's resolution.
     stages = zip(model.output_blocks, reversed(downsamples), strict=True)
     for number, (block, downsample) in enumerate(stages):
-        yield from _of_stage("output", number, downsample, block)
-
-
-def _of_stage(
-    stage: str, number: int, downsample: int, block: nn.Module
-) -> Iterator[tuple[str, int, int, SpatialTransformer]]:
-    for module in block:
-        if isinstance(module, SpatialTransformer):
-            yield stage, number, downsample, module
+        yield _Stage("output", number, downsample, block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import probe
 import pytest
-from comfyui_toma.toma_core.config import MergeConfig
+from comfyui_toma.toma_core.config import MergeConfig, Scope
 
 # TFLOP of one call at 1024 x 1024, stock and at most at ratio 0.25, 0.5, 0.75 (block scope).
 SDXL = {0: 6.76, 0.25: 5.45, 0.5: 4.15, 0.75: 2.95}
@@ -43,3 +43,17 @@ def test_kept_detail_costs_whole_steps_whole_keys_and_memory(make, stock):
     assert probe.cost(model, half, size, call=2).tflop <= KEEPING[make].tflop
     kept = probe.cost(model, most, size).kept_mib
     assert 0.9 * KEEPING[make].kept_mib < kept <= KEEPING[make].kept_mib
+
+
+@pytest.mark.parametrize("scope", Scope)
+@pytest.mark.parametrize("keep_detail", [False, True])
+@pytest.mark.parametrize(
+    ("make", "stock"), [(probe.full_sdxl_on_meta, SDXL[0]), (probe.full_flux_on_meta, FLUX[0])]
+)
+def test_the_saving_that_the_node_says_is_what_a_counter_sees(make, stock, keep_detail, scope):
+    config = MergeConfig(scope=scope, keep_detail=keep_detail)
+    seen = probe.cost(make(), config, (128, 128), call=2)
+    first = stock if keep_detail else seen.tflop
+    # 2 %: the counter sees our own merging too.
+    assert seen.saving == pytest.approx(2 * stock / (first + seen.tflop), rel=0.02)
+    assert seen.saving > 1.04

@@ -32,6 +32,11 @@ class Held:
     memory: dict[str, Kept] | None = None
     is_new: bool = False
 
+    @property
+    def runs_whole(self) -> bool:
+        """True where functions run whole now, so that detail can be kept of them."""
+        return self.is_new and self.memory is not None
+
 
 class Session:
     """Keeps a plan per condition and place, and the layouts they stand on.

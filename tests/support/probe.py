@@ -83,10 +83,17 @@ def _on_meta(config: Any) -> Any:
 
 
 class Cost(NamedTuple):
-    """What a call takes: TFLOP, our own work included, and MiB of detail kept after it."""
+    """What a call takes.
+
+    Attributes:
+        tflop: of the call, our own work included.
+        kept_mib: detail kept after it.
+        saving: FLOPs of all calls so far without merging, over what they were, as the node says.
+    """
 
     tflop: float
     kept_mib: float
+    saving: float = 1.0
 
 
 def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
@@ -133,5 +140,6 @@ def cost(model: Any, config: Any, latent: tuple[int, int], call: int = 1) -> Cos
         with counter, torch.no_grad():
             run.calc_cond_batch(predict)
     kept = sum(each.session.kept_bytes for each in run._runs)
+    saving = run._runs[0].report.saving if run._runs else 1.0
     run.close()
-    return Cost(counter.get_total_flops() / 1e12, kept / 2**20)
+    return Cost(counter.get_total_flops() / 1e12, kept / 2**20, saving)
