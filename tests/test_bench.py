@@ -128,3 +128,16 @@ def test_peak_memory_is_what_tensors_hold_at_once():
     weights, _ = peak_mib(lambda: None, work)
     peak, _ = peak_mib(three_megabytes_at_most, work)
     assert peak == pytest.approx(weights + 3, abs=0.01)
+
+
+def test_presets_save_more_from_one_to_the_next_and_in_longer_runs(tmp_path):
+    rows = run(tmp_path, "presets", "--tiny", "--sizes", "256", "--steps", "2", "4", "20")
+    for model in ("sdxl", "flux"):
+        bounds = {
+            (row["setting"], row["steps"]): row["bound"] for row in rows if row["model"] == model
+        }
+        for preset in ("quality", "balanced", "fast"):
+            # Two steps: one chooses and runs whole, and the last one is spared.
+            assert bounds[preset, 2] == pytest.approx(1, rel=0.02)
+            assert bounds[preset, 2] < bounds[preset, 4] <= bounds[preset, 20]
+        assert bounds["quality", 20] < bounds["balanced", 20] < bounds["fast", 20]

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import bench_gpu
 import bench_peers
+import bench_presets
 import bench_scale
 import torch
 from bench_clock import Clock, machine_name
@@ -33,9 +34,15 @@ def main(argv: list[str]) -> int:
     if options.what == "gpu":
         return bench_gpu.main(argv[1:])
     load_host()
-    if options.threads:
+    if getattr(options, "threads", 0):
         torch.set_num_threads(options.threads)
-    rows = {"sdxl": _model, "flux": _model, "peers": bench_peers.rows, "scale": bench_scale.rows}
+    rows = {
+        "sdxl": _model,
+        "flux": _model,
+        "peers": bench_peers.rows,
+        "scale": bench_scale.rows,
+        "presets": bench_presets.rows,
+    }
     write(rows[options.what](options), machine_name("cpu"), options.json)
     return 0
 
@@ -48,11 +55,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("sdxl", "the real, full-size SDXL UNet with random weights"),
         ("flux", "a Flux of full width with as many blocks as you like"),
         ("peers", "the same work for other methods, with output error against stock"),
+        ("presets", "FLOPs of whole runs with each preset; shapes only, so it is quick"),
         ("scale", "how cost grows from 256 to 4096 px, and with batch; global regions"),
     ):
         one = kinds.add_parser(kind, help=about)
         one.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
         one.add_argument("--tiny", action="store_true", help="tiny models, to try the tool itself")
+        if kind == "presets":
+            one.add_argument("--sizes", type=int, nargs="+", default=(1024, 2048), help="pixels")
+            one.add_argument("--steps", type=int, nargs="+", default=(4, 8, 20), help="of a run")
+            continue
         one.add_argument("--rounds", type=int, default=ROUNDS, help="calls behind each median")
         one.add_argument("--threads", type=int, default=0, help="default: as many as cores")
         one.add_argument(

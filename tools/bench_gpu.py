@@ -103,7 +103,7 @@ def _launches(stock: Stock, config: Any) -> dict[str, Any]:
     from comfyui_toma.nodes.attach import attach
 
     work = stock.work
-    last = len(sigmas_for(config)) - 2
+    last = len(sigmas_for(config)) - 3
     reusing = dataclasses.replace(config, weight_interval=config.reuse_interval)
     blocks = sum(
         len(getattr(module, name, ()))

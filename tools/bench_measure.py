@@ -35,14 +35,14 @@ def typical_steps(config: Any) -> dict[int, float]:
     schedule = Schedule(
         sigmas, float("inf"), float("-inf"), config.reuse_interval, config.weight_steps
     )
-    epochs = [schedule.epoch(sigma) for sigma in sigmas[:-1]]
+    epochs = [schedule.epoch(sigma) for sigma in sigmas[:-2]]
     actions = [now.action(held) for held, now in zip([None, *epochs], epochs, strict=False)]
     return {actions.index(kind): n / len(actions) for kind, n in Counter(actions).items()}
 
 
 def sigmas_for(config: Any) -> Tensor:
-    """Sigmas of a run of one reuse interval."""
-    return torch.linspace(1.0, 0.5, (config.reuse_interval if config else 1) + 1)
+    """Sigmas of a run of one reuse interval and a step more, since the last may stay whole."""
+    return torch.linspace(1.0, 0.5, (config.reuse_interval if config else 1) + 2)
 
 
 @contextmanager
@@ -89,22 +89,29 @@ def tflop(work: Work, patch: Callable[[Any], Any], config: Any) -> float:
 
 
 def _counted(work: Work, patch: Callable[[Any], Any], config: Any) -> float:
+    with steps_of(work, patch(counting(work.model)), config) as step:
+        shares = sorted(typical_steps(config).items())
+        return sum(share * count_flops(step, number) for number, share in shares)
+
+
+def counting(model: Any) -> Any:
+    """A clone of a MODEL whose attention has the form that the FLOP counter knows."""
     from comfy.ldm.modules.attention import attention_pytorch
 
     def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention in the form that the FLOP counter knows."""
         return attention_pytorch(*args, **kwargs)
 
-    patched = patch(work.model.clone())
-    options = patched.model_options.setdefault("transformer_options", {})
+    clone = model.clone()
+    options = clone.model_options.setdefault("transformer_options", {})
     options["optimized_attention_override"] = sdpa
-    total = 0.0
-    with steps_of(work, patched, config) as step:
-        for number, share in sorted(typical_steps(config).items()):
-            with FlopCounterMode(display=False) as counter:
-                step(number)
-            total += share * counter.get_total_flops() / 1e12
-    return total
+    return clone
+
+
+def count_flops(step: Callable[[int], Tensor], number: int) -> float:
+    """TFLOP of the call of a step."""
+    with FlopCounterMode(display=False) as counter:
+        step(number)
+    return counter.get_total_flops() / 1e12
 
 
 @functools.lru_cache(maxsize=2)
