@@ -86,7 +86,9 @@ def attach(
         )
     patched = model.clone()
     if config.is_identity:
-        show_text(node_id, f"Inactive: {config.off_setting}.")
+        before = patched.model_options.get("transformer_options", {}).get(KEY)
+        others = " A node before this one still merges." if before else ""
+        show_text(node_id, f"Inactive: {config.off_setting}.{others}")
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
     options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id, mask))
@@ -108,7 +110,9 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if not (noise.isfinite().all() and latent.isfinite().all()):
         run.decline(BROKEN_LATENT)
     try:
-        return executor(*args, **kwargs)
+        result = executor(*args, **kwargs)
+        run.finish()
+        return result
     finally:
         guider.model_options = stock_options
         run.close()
@@ -160,6 +164,7 @@ def _run(
         reuse_interval=config.reuse_interval,
         weight_interval=config.weight_steps,
         selection_steps=config.selection_steps,
+        spares_last=config.keep_detail,
     )
     make_host: Callable[[nn.Module, Run], Any] = functools.partial(
         UNetHost if isinstance(settings.blocks, UNetBlocks) else FluxHost, chosen=settings.blocks

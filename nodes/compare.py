@@ -76,15 +76,18 @@ def read_ratios(text: str) -> list[float]:
     Raises:
         ValueError: not a list of numbers from 0 to 0.9; the message shows one.
     """
-    try:
-        ratios = [float(part) for part in text.split(",")]
-    except ValueError:
-        ratios = []
-    if not ratios or not all(0 <= ratio <= MAX_RATIO for ratio in ratios):
-        raise ValueError(
-            f"ratios must be numbers from 0 to {MAX_RATIO} with commas between them, got {text!r}. "
-            f'Write them like this: "{RATIOS}".'
-        )
+    ratios = []
+    for part in text.split(","):
+        try:
+            ratio = float(part)
+        except ValueError:
+            ratio = math.nan
+        if not 0 <= ratio <= MAX_RATIO:
+            raise ValueError(
+                f"ratios must be numbers from 0 to {MAX_RATIO} with commas between them, got "
+                f'{text!r}: "{part.strip()}" is none. Write them like this: "{RATIOS}".'
+            )
+        ratios.append(ratio)
     return ratios if 0 in ratios else [0.0, *ratios]
 
 
@@ -261,11 +264,16 @@ class ToMABenchmark(io.ComfyNode):
                 "the model already merges tokens, so ratio 0 would not be the model without "
                 "merging. Connect the model from before the ToMA node."
             )
+        configs = [MergeConfig(ratio=ratio, **pattern) for ratio in wanted]
+        for config in configs:
+            if config.ratio and config.off_setting:
+                raise ValueError(
+                    f"nothing would merge: {config.off_setting}. Set reuse_interval to 2 or more, "
+                    "or switch keep_detail off."
+                )
         node_id = node_id_of(cls)
         # All of them first: an unsupported model is refused before anything runs.
-        models = [
-            attach(model, MergeConfig(ratio=ratio, **pattern), node_id=node_id) for ratio in wanted
-        ]
+        models = [attach(model, config, node_id=node_id) for config in configs]
         watch = Stopwatch(1 + steps * len(wanted))
 
         def sample(model: Any, steps: int) -> Tensor:

@@ -101,7 +101,7 @@ class Report:
         if not self._merges:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
             if self._merged:
-                reason = "with keep_detail every step of so short a run stays whole"
+                reason = "with keep_detail, every step of so short a run stays whole"
             return f"Inactive on {self._subject}: {reason}."
         parts = []
         counts = Counter(before for before, _, _ in self._merged.values())
@@ -119,12 +119,11 @@ class Report:
         return f"{self._subject}: {', '.join(parts)}"
 
     def _speed(self) -> str:
-        """Seconds of a step beside those of a step on all tokens, where there were any."""
-        ours = [seconds for kind, seconds in self._seconds if kind is not Step.STOCK]
-        if not ours:
+        """Seconds of a step, beside those of a step on all tokens where there were any."""
+        if not self._seconds:
             return ""
         # Means: a median would hide the whole steps between which detail is kept.
-        text = f"{statistics.fmean(ours):.2f} s/step"
+        text = f"{statistics.fmean(seconds for _, seconds in self._seconds):.2f} s/step"
         # The first step of a run warms up what lies between the others.
         for name, kind in (("stock", Step.STOCK), ("whole steps", Step.WHOLE)):
             others = [seconds for known, seconds in self._seconds[1:] if known is kind]
@@ -133,19 +132,29 @@ class Report:
         return text
 
     def show(self) -> None:
-        """Put the summary on the node, where a client looks on."""
-        show_text(self._node_id, self.summary())
+        """Put what is known so far on the node, where a client looks on."""
+        waits = self._merged and not self._merges
+        text = f"{self._subject}: this step runs whole, so that detail is kept; the next ones merge"
+        show_text(self._node_id, text if waits else self.summary())
 
-    def close(self) -> None:
-        """Put the summary on the node and in the log; there also, once per reason, what stayed."""
-        self.show()
+    def close(self, finished: bool = True) -> None:
+        """Put the summary on the node and in the log; there also, once per reason, what stayed.
+
+        Args:
+            finished: False after an error or an abort, which may be why nothing merged.
+        """
+        if not (self._merges or finished):
+            return
+        show_text(self._node_id, self.summary())
         if not self._merges:
             _logger.warning("%s: %s", self._method, self.summary())
             return
         _logger.info("%s: %s", self._method, self.summary())
         for reason, blocks in self._aside.items():
             names = sorted(filter(None, blocks))
-            where = f" ({len(names)} blocks: {names[0]} to {names[-1]})" if names else ""
+            where = f" ({names[0]})" if names else ""
+            if len(names) > 1:
+                where = f" ({len(names)} blocks: {names[0]} to {names[-1]})"
             _logger.warning("%s: %s%s.", self._method, reason, where)
 
 

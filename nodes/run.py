@@ -194,9 +194,9 @@ class Run:
 
     def overrides(self, model: nn.Module, call: Call, epoch: Epoch) -> list[Override]:
         """What the modules of ``model`` run instead of ``forward`` during a call."""
-        host = self._hosts.get(id(model))
-        if host is None:
-            host = self._hosts[id(model)] = self._make_host(model, self)
+        host = self._host(model)
+        if not host.sites:
+            self.report.aside("the settings of this node leave every block alone")
         for site in host.sites:
             site.begin(call.conditions, epoch)
         if self.record is not None and call.sigma is not None:
@@ -206,26 +206,32 @@ class Run:
         self._chosen[call.conditions] = epoch
         return host.overrides(call)
 
+    def _host(self, model: nn.Module) -> Host:
+        host = self._hosts.get(id(model))
+        if host is None:
+            host = self._hosts[id(model)] = self._make_host(model, self)
+        return host
+
     @property
     def runs_whole(self) -> bool:
         """True where blocks of the current call run whole, so that detail can be kept of them."""
         return self.chooses and self.config.keep_detail
 
-    def count(self, model: nn.Module, call: Call) -> None:
-        """Tell the report what a call took, now that it is over."""
-        host = self._hosts[id(model)]
+    def count(self, model: nn.Module, call: Call, merging: bool) -> None:
+        """Tell the report what a call took, now that it is over, in which tokens merged or not."""
+        host = self._host(model)
         known = {
             block: tokens
-            for site in host.sites
+            for site in (host.sites if merging else ())
             if (tokens := site.tokens) is not None
             for block in site.blocks
         }
         self.report.works(host.work(call, known), samples=call.arguments["x"].shape[0])
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         """Say what happened, and drop every plan at once: hosts and the run know one another."""
         self.report.keeps(self.session.kept_bytes)
-        self.report.close()
+        self.report.close(finished)
         self._hosts.clear()
         self._chosen.clear()
 
@@ -268,10 +274,10 @@ class SamplingRun:
         chooses = active is not None and active.chooses
         with overriding(overrides), UNCOMPILED if chooses else nullcontext():
             result = executor(*args, **kwargs)
-        if active is not None:
-            active.count(model, call)
-            if is_new_step:
-                active.report.show()
+        for run in [active] if active else self._runs:
+            run.count(model, call, merging=run is active)
+        if is_new_step and active is not None:
+            active.report.show()
         return result
 
     def _time(self, sigma: float | None, active: Run | None) -> bool:
@@ -279,23 +285,37 @@ class SamplingRun:
         now = time.perf_counter()
         if sigma is None or (self._step is not None and self._step[0] == sigma):
             return False
-        if self._step is not None:
-            _, since, kind, before = self._step
-            for run in self._runs:
-                run.report.step(now - since, kind if run is before else Step.STOCK)
+        self.end_step(now)
         kind = Step.WHOLE if active is not None and active.runs_whole else Step.MERGED
         self._step = (sigma, now, kind, active)
         return True
+
+    def end_step(self, now: float) -> None:
+        """Tell the reports how long the step took that ends at ``now``; none before the first."""
+        if self._step is None:
+            return
+        _, since, kind, active = self._step
+        self._step = None
+        for run in [active] if active else self._runs:
+            run.report.step(now - since, kind if active else Step.STOCK)
+
+    def finish(self) -> None:
+        """Say what happened in a run that came to its end, and drop every plan."""
+        self.end_step(time.perf_counter())
+        self._close(finished=True)
 
     def decline(self, reason: str) -> None:
         """Leave the model alone for the whole run, and say why."""
         for run in self._runs:
             run.report.aside(reason)
-        self.close()
+        self._close(finished=True)
 
     def close(self) -> None:
-        """Say what happened, drop every plan, and let calls of leftover wrappers pass."""
+        """Drop every plan, and let calls of leftover wrappers pass; say what had merged if any."""
+        self._close(finished=False)
+
+    def _close(self, finished: bool) -> None:
         for run in self._runs:
-            run.close()
+            run.close(finished)
         self._runs.clear()
         self._step = None

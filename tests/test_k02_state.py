@@ -61,7 +61,7 @@ def other_noise(model):
 
 def short(model):
     """Ends before its first choice is given up."""
-    return tiny.sample(model, noise=other_noise(model), steps=2)
+    return tiny.sample(model, noise=other_noise(model), steps=3)
 
 
 def interrupted(model):
@@ -100,7 +100,7 @@ def split_in_two(model):
     )
     larger = torch.nn.functional.interpolate(second, scale_factor=2)
     noise = tiny.noise_for(model, *larger.shape[-2:])
-    return tiny.sample(model, noise=noise, latent=larger, steps=2, denoise=0.4)
+    return tiny.sample(model, noise=noise, latent=larger, steps=3, denoise=0.4)
 
 
 def other_dtype(model):

@@ -133,7 +133,7 @@ def test_every_optional_key_may_be_missing_and_unknown_keys_pass(models, name, w
         caplog.clear()
         direct = Direct(models[name], way)
         image = direct(drop=[key])
-        direct.run.close()
+        direct.run.finish()
         if key in ("sigmas", "wrappers"):
             # No noise level, or no wrapper of ours: the model runs as it is, and this is said.
             assert torch.equal(image, stock), key
@@ -154,7 +154,7 @@ def test_a_unet_that_does_not_tell_its_grid_runs_unmerged_and_says_so(models, mo
     monkeypatch.setattr(BasicTransformerBlock, "__call__", without_shape)
     direct = Direct(models["sdxl"], "block")
     assert torch.equal(direct(), stock)
-    direct.run.close()
+    direct.run.finish()
     assert BasicTransformerBlock.forward is forward
     assert any("size of the token grid" in message for message in caplog.messages)
 

@@ -30,9 +30,9 @@ def reports(monkeypatch):
     found = []
     close = Report.close
 
-    def keep(self):
+    def keep(self, finished):
         found.append(self)
-        close(self)
+        close(self, finished)
 
     monkeypatch.setattr(Report, "close", keep)
     return found
@@ -62,7 +62,7 @@ class Chain:
         sampling = {"cfg": 3.0}
         for neighbour in chosen:
             sampling.update(neighbour.sampling)
-        sampling["steps"] = max([2, *(neighbour.steps for neighbour in chosen)])
+        sampling["steps"] = max([3, *(neighbour.steps for neighbour in chosen)])
         torch.manual_seed(0)
         self.image = tiny.sample(patched, *SIZE, positive=positive, negative=negative, **sampling)
 
@@ -185,7 +185,7 @@ def test_the_vae_is_untouched_while_merging(models, scope):
     tiny.sample(
         ours(models["sdxl"], scope), *SIZE, callback=lambda *_: during.append(vae.decode(latent))
     )
-    assert len(during) == 2 and all(torch.equal(before, one) for one in during)
+    assert len(during) == 3 and all(torch.equal(before, one) for one in during)
 
 
 @pytest.mark.parametrize("scope", ["modules", "attention"])

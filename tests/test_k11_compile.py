@@ -47,9 +47,9 @@ def reports(monkeypatch):
     found = []
     close = Report.close
 
-    def keep(self):
+    def keep(self, finished):
         found.append((self.blocks, self.reasons))
-        close(self)
+        close(self, finished)
 
     monkeypatch.setattr(Report, "close", keep)
     return found

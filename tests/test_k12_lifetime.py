@@ -17,7 +17,7 @@ from comfyui_toma.nodes.run import Run
 from comfyui_toma.toma_core import session
 from comfyui_toma.toma_core.config import MergeConfig
 from matrix import matrix
-from merging import WAYS, config_of
+from merging import KEEPING, WAYS, config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = [(16, 16), (24, 16)]
@@ -79,7 +79,7 @@ def patterns(monkeypatch):
 def test_twenty_runs_of_alternating_sizes_leave_no_tensor(kind, way, patterns):
     """Report 80: caches that outlive the run. One run of the twenty is cancelled."""
     model = small.MODELS[kind]()
-    patched = attach(model, config_of(way, reuse_interval=1))
+    patched = attach(model, config_of(way, reuse_interval=2 if way in KEEPING else 1))
     for size in SIZES:
         # ComfyUI's own first run leaves things of its own.
         tiny.sample(patched, *size)

@@ -24,33 +24,33 @@ def matchings(steps, listed):
 def test_lists_are_read():
     assert parse_steps(BEST_STEPS) == BEST
     assert parse_steps("every 5") == parse_steps(" Every  5 ") == tuple(range(0, 50, 5))
-    assert parse_steps(" 3, 1 - 2 ,2") == (1, 2, 3)
+    assert parse_steps(" 3, 1 - 2 ,2") == parse_steps("1-3,") == (1, 2, 3)
     assert parse_steps("every 1") == parse_steps("0-49") == tuple(range(50))
 
 
 @pytest.mark.parametrize(
-    ("text", "item"),
+    ("text", "problem"),
     [
-        ("", ""),
-        ("0,,3", ""),
-        ("0;8", "0;8"),
-        ("0,8,fifty", "fifty"),
-        ("0,50", "50"),
-        ("45-60", "45-60"),
-        ("9-3", "9-3"),
-        ("-1", "-1"),
-        ("1.5", "1.5"),
-        ("every 0", "every 0"),
-        ("every 50", "every 50"),
-        ("every other", "every other"),
+        ("", '"" is neither a step'),
+        ("0,,3", '"" is neither a step'),
+        ("0;8", '"0;8" is neither a step'),
+        ("0,8,fifty", '"fifty" is neither a step'),
+        ("0,50", "50 is beyond step 49"),
+        ("45-60", "60 is beyond step 49"),
+        ("9-3", '"9-3" falls, write it as 3-9'),
+        ("-1", '"-1" is neither a step'),
+        ("1.5", '"1.5" is neither a step'),
+        ("every 0", "every 0 is not from 1 to 49"),
+        ("every 50", "every 50 is not from 1 to 49"),
+        ("every other", '"every other" is neither a step'),
     ],
 )
-def test_a_wrong_list_is_answered_with_the_accepted_form(text, item):
+def test_a_wrong_list_is_answered_with_the_accepted_form(text, problem):
     with pytest.raises(ValueError) as caught:
         parse_steps(text)
     message = str(caught.value)
     assert f'"{BEST_STEPS}", or "every 5"' in message and f'got "{text}"' in message
-    assert f'"{item}" is neither a step' in message
+    assert problem in message
 
 
 def test_fifty_steps_match_thirteen_times_exactly_where_the_list_says():

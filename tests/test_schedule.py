@@ -55,6 +55,14 @@ def test_outside_the_range_nothing_merges_and_the_first_step_inside_selects():
     assert ranged.epoch(7.0) == Epoch(0, 0)
 
 
+def test_the_last_step_is_spared_where_asked_also_between_its_sigmas():
+    spared = Schedule(SIGMAS, float("inf"), float("-inf"), 2, 2, spares_last=True)
+    assert [spared.epoch(sigma) is None for sigma in SIGMAS[:-1]] == 9 * [False] + [True]
+    assert spared.epoch(0.6) is None and spared.epoch(1.6) is not None
+    unknown = Schedule((), float("inf"), float("-inf"), 2, 2, spares_last=True)
+    assert unknown.epoch(1.0) is not None
+
+
 def test_rising_sigmas_count_as_steps_too():
     rising = schedule(sigmas=SIGMAS[::-1])
     assert [rising.step(sigma) for sigma in SIGMAS[::-1][:-1]] == list(range(10))

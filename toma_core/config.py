@@ -81,7 +81,8 @@ class MergeConfig:
             empty for every ``reuse_interval`` steps.
         weight_interval: sampling steps for which merge weights are kept.
         keep_detail: blocks run whole at the steps at which destinations are chosen, and what
-            merging would lose is kept and added back until the next choice (``detail.py``).
+            merging would lose is kept and added back until the next choice (``detail.py``). The
+            last step of a run stays whole too.
         start_percent, end_percent: part of the sampling range in which tokens merge, 0 to 1.
         temperature: tau of the assignment softmax; near 0 every token follows one destination.
         merge_queries_only: in self-attention, keys and values stay whole.
@@ -151,10 +152,14 @@ class MergeConfig:
 
     @property
     def off_setting(self) -> str:
-        """The setting at which nothing is ever merged, in words; empty where tokens merge."""
+        """Why nothing is ever merged at these settings, in words; empty where tokens merge."""
         if self.matching and self.method is Method.CA_TOME:
             return "threshold is 1" if self.matching.threshold == 1 else ""
-        return "ratio is 0" if self.ratio == 0 else ""
+        if self.ratio == 0:
+            return "ratio is 0"
+        if self.keep_detail and self.reuse_interval == 1:
+            return "with keep_detail, reuse_interval 1 leaves every step whole"
+        return ""
 
     @property
     def is_identity(self) -> bool:

@@ -24,20 +24,30 @@ def parse_steps(text: str) -> tuple[int, ...]:
         ValueError: the text is no such list; the message shows the accepted form.
     """
     every = re.fullmatch(r"\s*every\s+(\d+)\s*", text, re.IGNORECASE)
-    if every and 1 <= int(every[1]) < LISTED_RUN:
-        return tuple(range(0, LISTED_RUN, int(every[1])))
+    if every:
+        interval = int(every[1])
+        if not 1 <= interval < LISTED_RUN:
+            raise _no_steps(text, f"every {interval} is not from 1 to {LISTED_RUN - 1}")
+        return tuple(range(0, LISTED_RUN, interval))
     steps: set[int] = set()
-    for item in text.split(","):
+    for item in text.strip().removesuffix(",").split(","):
         numbers = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (1, 0)
-        if not first <= last < LISTED_RUN:
-            raise ValueError(
-                f'refresh_steps must be steps from 0 to {LISTED_RUN - 1} such as "{BEST_STEPS}", '
-                f'or "every 5", got "{text}": "{item.strip()}" is neither a step nor a rising '
-                "range of them."
-            )
+        if numbers is None:
+            raise _no_steps(text, f'"{item.strip()}" is neither a step nor a range of steps')
+        first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+        if first > last:
+            raise _no_steps(text, f'"{item.strip()}" falls, write it as {last}-{first}')
+        if last >= LISTED_RUN:
+            raise _no_steps(text, f"{last} is beyond step {LISTED_RUN - 1}")
         steps.update(range(first, last + 1))
     return tuple(sorted(steps))
+
+
+def _no_steps(text: str, problem: str) -> ValueError:
+    return ValueError(
+        f'refresh_steps must be steps from 0 to {LISTED_RUN - 1} such as "{BEST_STEPS}", or '
+        f'"every 5", got "{text}": {problem}.'
+    )
 
 
 class Action(Enum):
@@ -73,6 +83,8 @@ class Schedule:
         selection_steps: steps of a run of 50 at which destinations are chosen, instead of by
             interval; scaled to the run where it has known sigmas. The first step that merges
             chooses in any case.
+        spares_last: no tokens merge in the last step of a run of known sigmas. What it paints is
+            final: no later step mends it.
     """
 
     def __init__(
@@ -83,12 +95,14 @@ class Schedule:
         reuse_interval: int,
         weight_interval: int,
         selection_steps: tuple[int, ...] = (),
+        spares_last: bool = False,
     ) -> None:
         # The last sigma is where sampling ends: no step starts there.
         self._sigmas = sigmas[:-1]
         self._seen: list[float] = []
         self._start_sigma = start_sigma
         self._end_sigma = end_sigma
+        self._spares_last = spares_last
         self._reuse_interval = reuse_interval
         self._weight_interval = weight_interval
         steps = len(self._sigmas) or LISTED_RUN
@@ -113,6 +127,8 @@ class Schedule:
         if not self.is_active(sigma):
             return None
         step = self.step(sigma)
+        if self._spares_last and step == len(self._sigmas) - 1:
+            return None
         if self._selection_steps:
             return Epoch(bisect_right(self._selection_steps, step), 0)
         age = max(0, step - self._first)

@@ -148,7 +148,7 @@ def published_toma(model: Any) -> Any:
 
 
 def reuse(model: Any, every: int) -> Any:
-    """Plain reuse: only every such step is computed.
+    """Plain reuse: only every such step is computed, and the last one, as ToMA spares it too.
 
     At the steps between, a Flux block returns its input plus the change that it made at the last
     step that was computed.
@@ -160,7 +160,8 @@ def reuse(model: Any, every: int) -> Any:
         def block(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Tensor]:
             options = arguments["transformer_options"]
             key = (kind, number, *options["uuids"])
-            if step_of(options, options["sigmas"]) % every:
+            step, last = step_of(options, options["sigmas"]), len(options["sample_sigmas"]) - 2
+            if step % every and step != last:
                 return {name: arguments[name] + changes[key][name] for name in streams}
             before = {name: arguments[name].clone() for name in streams}  # blocks add in place
             result = extra["original_block"](arguments)

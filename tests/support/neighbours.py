@@ -60,7 +60,7 @@ class Neighbour:
     condition: Callable[[Any, list, list], list] = lambda model, conditioning, calls: conditioning
     identity: bool = False
     like_scope: str | None = None
-    steps: int = 2
+    steps: int = 3
     sampling: dict[str, Any] = field(default_factory=dict)
 
 

@@ -381,7 +381,7 @@ def call(
     """
     seen = Seen()
     patched = attach(neighbour(placed.model), config)
-    sigmas = torch.tensor([1.0, 0.0])
+    sigmas = torch.tensor([1.0, 0.5, 0.0])
     arguments = dict(placed.arguments)
     if isinstance(placed, PlacedFlux):
         sizes = [size, *references]

@@ -104,7 +104,7 @@ def count_flops(model: Any, config: Any, latent: tuple[int, int]) -> float:
 def cost(model: Any, config: Any, latent: tuple[int, int], call: int = 1) -> Cost:
     """Cost of the first call of a run at batch 1 in bf16, or of a later one."""
     patched = attach(model, config)
-    sigmas = torch.tensor([1.0, 0.0])
+    sigmas = torch.tensor([1.0, 0.5, 0.0])
     run, options = open_run(patched, patched.model_options, sigmas, latent)
     is_flux = tiny.is_flux(model)
     dtype = torch.bfloat16

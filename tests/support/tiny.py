@@ -161,7 +161,7 @@ def sample(
     width: int = 16,
     *,
     noise: Tensor | None = None,
-    steps: int = 2,
+    steps: int = 3,
     cfg: float | None = None,
     sampler: str = "euler",
     scheduler: str = "normal",
