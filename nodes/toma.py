@@ -66,15 +66,17 @@ def pattern_inputs() -> list[Any]:
             min=1,
             max=MAX_INTERVAL,
             tooltip="For how many sampling steps a choice of tokens is kept before it is made "
-            "anew. Higher is faster; lower follows the picture more closely.",
+            "anew. Higher is faster; lower follows the picture more closely. With keep_detail at "
+            "least 2, since the steps of a choice run whole.",
         ),
         make_input(
             io.Boolean.Input,
             "keep_detail",
             default=_DEFAULTS.keep_detail,
-            tooltip="On: the steps at which tokens are chosen run whole, and what merging would "
-            "lose is kept and added back until the next choice. Far closer to the picture without "
-            "merging, for some of the speed and some memory (the node says how much).",
+            tooltip="On: the steps at which tokens are chosen and the last step run whole, and "
+            "what merging would lose is kept and added back in the steps between. Far closer to "
+            "the picture without merging, for some of the speed and some memory (the node says "
+            "how much). Off: every step merges and the picture changes; set ratio to 0.25 or less.",
         ),
     ]
 
@@ -98,7 +100,7 @@ def _advanced_inputs() -> list[Any]:
             advanced=True,
             tooltip="What works on merged tokens. block: whole transformer blocks, fastest. "
             "modules: each part of a block by itself, as in the paper. attention: self-attention "
-            "only, gentlest and slowest.",
+            "only, slowest.",
         ),
         make_input(
             io.Int.Input,
@@ -118,8 +120,9 @@ def _protect_input() -> Any:
     return io.Mask.Input(
         "protect",
         optional=True,
-        tooltip="Where tokens never merge: faces, writing, the edge of an inpainted part. Speed "
-        "falls with its size.",
+        tooltip="Where tokens never merge: faces, writing, the edge of an inpainted part. The "
+        "mask is stretched to the picture and counts where it is brighter than half. Speed falls "
+        "with its size.",
     )
 
 
