@@ -89,8 +89,8 @@ def sdxl_plain() -> Graph:
 def sdxl_hires() -> Graph:
     """SDXL with a second, larger pass that has settings of its own."""
     model = ["checkpoint", 0]
-    first = node("ToMAPatchModel", "ToMA, first pass", model=model, ratio=0.3)
-    large = node("ToMAPatchModel", "ToMA, second pass", model=model, ratio=0.6, tile_size=16)
+    first = node("ToMAPatchModel", "ToMA, first pass", model=model, ratio=0.5)
+    large = node("ToMAPatchModel", "ToMA, second pass", model=model, ratio=0.75, reuse_interval=3)
     graph = sdxl({"toma": first, "toma_large": large})
     graph["larger"] = node(
         "LatentUpscaleBy", samples=["sampler", 0], upscale_method="bislerp", scale_by=1.5
@@ -113,7 +113,7 @@ def sdxl_control() -> Graph:
         strength_model=0.6,
         strength_clip=0.6,
     )
-    toma = node("ToMAPatchSDXL", model=["lora", 0], ratio=0.4, end_percent=0.9)
+    toma = node("ToMAPatchSDXL", model=["lora", 0], ratio=0.5)
     graph = sdxl({"lora": lora, "toma": toma}, clip="lora")
     graph |= {
         "picture": node("LoadImage", image="example.png"),
@@ -145,7 +145,7 @@ def flux_dev() -> Graph:
 def flux_kontext() -> Graph:
     """Flux Kontext: a picture and what to change in it."""
     between = {
-        "toma": node("ToMAPatchFlux", model=["unet", 0], ratio=0.4, skip_first_double=2),
+        "toma": node("ToMAPatchFlux", model=["unet", 0], skip_first_double=2),
         "picture": node("LoadImage", image="example.png"),
         "scaled": node("FluxKontextImageScale", image=["picture", 0]),
         "latent": node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0]),
@@ -183,9 +183,8 @@ EXAMPLES: dict[str, tuple[Graph, str]] = {
     ),
     "ToMA SDXL LoRA and ControlNet": (
         sdxl_control(),
-        "**With LoRA and ControlNet.** ToMA comes after the LoRA. *end_percent* 0.9 lets the last "
-        "steps run whole, which brings fine detail back. Choose your own LoRA, ControlNet and "
-        "picture.",
+        "**With LoRA and ControlNet.** ToMA comes after the LoRA, and merges half of the tokens, "
+        "which keeps fine detail. Choose your own LoRA, ControlNet and picture.",
     ),
     "ToMA Flux dev": (
         flux_dev(),

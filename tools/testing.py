@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+OPTIONS = """python tools test [--full] [--browser] [what pytest takes]
+
+  --full     the full matrices and 2,000 random graphs, instead of a fixed sample
+  --browser  a real page in a headless Chromium instead; --pictures DIR for its screenshots
+
+What follows is pytest's own help.
+"""
 
 
 def main(argv: list[str]) -> int:
-    """Run pytest with `argv`.
-
-    `--full` sets TOMA_FULL=1, which the long tests look for; `--browser` drives a page instead.
-    """
+    """Run pytest with `argv`; `--full` sets TOMA_FULL=1, which the long tests look for."""
     if "--browser" in argv:
         import browser
 
@@ -32,5 +36,7 @@ def main(argv: list[str]) -> int:
             signal.signal(getattr(signal, request), signal.SIG_DFL)
     import pytest
 
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(OPTIONS)
     print(f"ComfyUI: {os.environ['COMFYUI_PATH']}", flush=True)
     return int(pytest.main(argv))
