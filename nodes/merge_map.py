@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .drawing import ACCENT, INK, PAPER, font, to_picture, to_tensor
 from .options import KEY
-from .record import MAP_NODE, RECORD, Record, Shot
+from .record import MAP_NODE, RECORD, Record, Shot, origin
 from .toma import CATEGORY
 
 SIDE = 1024
@@ -37,6 +37,13 @@ def find_shot(record: Record, block: int, step: int) -> tuple[Shot, str]:
             "nothing was recorded: the sampler ran before this node was in the graph, or it "
             "sampled another model. Connect the model that goes into the sampler, change the "
             "sampler's seed and run again."
+        )
+    # A sampler whose result came from ComfyUI's cache did not run, and so is not the latest.
+    if not record.origin.items() <= origin().items():
+        raise ValueError(
+            "the latest run with this model made another picture than the one connected here. "
+            "Change the seed of this picture's sampler and run again; where several samplers "
+            "share the model, give each a ToMA node of its own."
         )
     places = record.places
     if not places:

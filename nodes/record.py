@@ -6,6 +6,8 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from comfy_execution.graph_utils import is_link
+from comfy_execution.utils import get_executing_context
 from torch import Tensor
 
 from ..toma_core.plan import MergePlan
@@ -43,6 +45,7 @@ class Record:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.origin: dict[str, Any] = {}
         self.merging: set[int] = set()
         self._step = 0
         self._shots: dict[tuple[int, int], Shot] = {}
@@ -53,6 +56,7 @@ class Record:
     def begin(self, steps: int) -> None:
         """Forget the run before; the next one has ``steps`` steps, 0 if nothing is recorded."""
         self.steps = steps
+        self.origin = origin()
         self.merging.clear()
         self._shots.clear()
 
@@ -93,9 +97,29 @@ class Record:
 
 def is_wanted() -> bool:
     """True while a graph with the map node runs; nothing is to be recorded else."""
+    graphs = _running().values()
+    return any(node["class_type"] == MAP_NODE for graph in graphs for node in graph.values())
+
+
+def origin() -> dict[str, Any]:
+    """The node that runs and all that leads to it, by id; empty outside of a graph."""
+    context = get_executing_context()
+    if context is None:
+        return {}
+    graph, found, ahead = _running().get(context.prompt_id, {}), {}, [context.node_id]
+    while ahead:
+        key = ahead.pop()
+        if key in graph and key not in found:
+            inputs = graph[key]["inputs"]
+            found[key] = graph[key]["class_type"], inputs
+            ahead += [value[0] for value in inputs.values() if is_link(value)]
+    return found
+
+
+def _running() -> dict[str, Any]:
+    """The graphs that ComfyUI runs now, by the id of the prompt."""
     # Looked up, not imported: the server module belongs to a running ComfyUI.
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     running = getattr(getattr(server, "prompt_queue", None), "currently_running", {})
     # An item is its number, its id, its graph, and more.
-    graphs = [item[2] for item in tuple(running.values())]
-    return any(node["class_type"] == MAP_NODE for graph in graphs for node in graph.values())
+    return {item[1]: item[2] for item in tuple(running.values())}

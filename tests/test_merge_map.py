@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from comfy_execution.utils import CurrentNodeContext
 from comfyui_toma.nodes import record as recording
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.merge_map import ToMAMergeMap, draw_map
@@ -176,4 +177,25 @@ def test_a_run_before_the_node_was_there_asks_for_another(running):
     running.clear()
     tiny.sample(model)
     with pytest.raises(ValueError, match=r"nothing was recorded.*change the sampler's seed"):
+        ToMAMergeMap.execute(model, PICTURE, 0, 0)
+
+
+def test_a_map_belongs_to_the_picture_of_the_latest_run(running):
+    """Two samplers share a model: the record is of the one that ran last."""
+    model = attach(tiny.sdxl(), MergeConfig())
+    samplers = {key: {"class_type": "KSampler", "inputs": {"seed": key}} for key in ("a", "b")}
+    maps = {
+        f"map {key}": {"class_type": "ToMAMergeMap", "inputs": {"image": [key, 0]}}
+        for key in samplers
+    }
+    running[0] = (0, "id", samplers | maps, {}, [])
+    for key in samplers:
+        with CurrentNodeContext("id", key):
+            tiny.sample(model)
+    with CurrentNodeContext("id", "map b"):
+        assert ToMAMergeMap.execute(model, PICTURE, 0, 0)[0].shape[0] == 1
+    with (
+        CurrentNodeContext("id", "map a"),
+        pytest.raises(ValueError, match=r"made another picture.*Change the seed.*node of its own"),
+    ):
         ToMAMergeMap.execute(model, PICTURE, 0, 0)
