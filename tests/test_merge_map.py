@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,14 @@ from comfyui_toma.nodes.record import RECORD, Record, Shot
 from comfyui_toma.toma_core.config import Matching, MergeConfig
 from comfyui_toma.toma_core.session import Session
 from PIL import Image
+
+TOOLS = Path(__file__).parent.parent / "tools"
+# At the end: ComfyUI has modules of its own that are named like some of these.
+sys.path.append(str(TOOLS))
+
+import demo  # noqa: E402
+from graph import NODE, graph  # noqa: E402
+from packages import Failed  # noqa: E402
 
 MAP_GRAPH = {"1": {"class_type": "KSampler"}, "2": {"class_type": "ToMAMergeMap"}}
 PICTURE = torch.rand(1, 64, 64, 3)
@@ -199,3 +210,64 @@ def test_a_map_belongs_to_the_picture_of_the_latest_run(running):
         pytest.raises(ValueError, match=r"made another picture.*Change the seed.*node of its own"),
     ):
         ToMAMergeMap.execute(model, PICTURE, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A ComfyUI that keeps what nodes gave in earlier runs, as it does by itself in much memory."""
+    # not by its name, which is that of a module of ComfyUI
+    spec = importlib.util.spec_from_file_location("toma_tools_server", TOOLS / "server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    log = tmp_path_factory.mktemp("server") / "comfyui.log"
+    comfyui = Path(os.environ["COMFYUI_PATH"])
+    with pytest.MonkeyPatch.context() as patch, demo.base_directory() as base:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with module.Server(comfyui, base, list(demo.PACKS), log, "--cache-lru", "100") as server:
+            yield server
+
+
+def paint(server, seed, names="cat face", **place):
+    """Run the demo's graph, with a map of the `place` if one is given.
+
+    Returns the picture of the map, and whether the sampler ran.
+    """
+    defaults = {**server.defaults(NODE), "reuse_interval": 1, "keep_detail": False}
+    nodes = graph(0.5, 0, 2, [names], defaults)
+    del nodes["report"]  # it runs with the sampler or not at all
+    nodes["sampler"]["inputs"]["seed"] = seed
+    if place:
+        inputs = {"block": 0, "step": 0, **place, "model": ["toma", 0], "image": ["decode", 0]}
+        nodes["map"] = {"class_type": "ToMAMergeMap", "inputs": inputs}
+        nodes["save"]["inputs"]["images"] = ["map", 0]
+    steps = []
+    saved = server.run(nodes, lambda *step: steps.append(step))["save"]["images"][0]
+    with Image.open(server.base / "output" / saved["subfolder"] / saved["filename"]) as picture:
+        return picture.convert("RGB").tobytes(), bool(steps)
+
+
+def test_a_map_of_a_cached_sampler_is_that_of_a_run(server):
+    places = [{"step": 0}, {"step": 1}, {"block": 1}]
+    maps = [paint(server, 1, **place) for place in places]
+    assert [sampled for _, sampled in maps] == [True, False, False]
+    assert len({drawn for drawn, _ in maps}) == 3
+    # The prompt reads capitals as small letters; the cache does not.
+    for names, place, (drawn, _) in zip(("Cat", "CAt", "CAT"), places, maps, strict=True):
+        assert paint(server, 1, f"{names} face", **place) == (drawn, True)
+
+
+def test_a_map_added_to_a_graph_that_ran_asks_for_another_run(server):
+    _, sampled = paint(server, 2)
+    assert sampled
+    with pytest.raises(Failed, match=r"nothing was recorded.*change the sampler's seed"):
+        paint(server, 2, step=0)
+    assert paint(server, 3, step=0)[1], "the remedy helps"
+
+
+def test_a_sampler_cached_from_before_the_latest_run_is_given_no_map_of_that_run(server):
+    first, second = (paint(server, seed, step=0) for seed in (4, 5))
+    assert first[1] and second[1]
+    assert paint(server, 4, step=0) == (first[0], False), "the map is cached with its sampler"
+    with pytest.raises(Failed, match=r"made another picture.*Change the seed"):
+        paint(server, 4, step=1)
+    assert paint(server, 6, step=1)[1], "the remedy helps"

@@ -39,13 +39,17 @@ class Server:
         base: folder with `custom_nodes`, `models` and room for everything the server writes.
         packs: names in `base/custom_nodes` to load; no other pack is.
         log: file for the server's output.
+        options: of ComfyUI's command line, beside those that every server here gets.
     """
 
-    def __init__(self, comfyui: Path, base: Path, packs: list[str], log: Path) -> None:
+    def __init__(
+        self, comfyui: Path, base: Path, packs: list[str], log: Path, *options: str
+    ) -> None:
         self.comfyui = comfyui
         self.base = base
         self.packs = packs
         self.log = log
+        self.options = options
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -77,6 +81,7 @@ class Server:
         command += ["--base-directory", str(self.base), "--database-url", f"sqlite:///{database}"]
         command += ["--disable-all-custom-nodes", "--whitelist-custom-nodes", *self.packs]
         command += ["--disable-api-nodes"]  # they, and the page with them, talk to the internet
+        command += self.options
         if not _has_accelerator():
             command.append("--cpu")
         quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
