@@ -50,8 +50,13 @@ def find_shot(record: Record, block: int, step: int) -> tuple[Shot, str]:
         raise ValueError("no tokens merged in the last run. The text on the ToMA node says why.")
     if not 0 <= block < len(places):
         raise ValueError(
-            f"block must be from 0 to {len(places) - 1}, for so many groups of blocks merged, got "
-            f"{block}. Set it to one of them."
+            f"block must be from 0 to {len(places) - 1}, got {block}: blocks that share a "
+            f"choice of tokens count as one, and {len(places)} merged. Set it to one of them."
+        )
+    if step >= record.steps:
+        raise ValueError(
+            f"step must be from 0 to {record.steps - 1}, the steps of the last run, got {step}. "
+            "Set it to one of them."
         )
     shot = record.shot(places[block], step)
     if shot is None:
@@ -61,10 +66,12 @@ def find_shot(record: Record, block: int, step: int) -> tuple[Shot, str]:
             f"{merging[0]} to {merging[-1]}. Set step to one of them."
         )
     rows, columns = shot.grid
-    return shot, (
+    title = (
         f"block {block} of 0-{len(places) - 1} ({shot.block}), step {step} of 0-{record.steps - 1}"
         f": {rows * columns} -> {len(shot.kept)} tokens"
     )
+    is_whole = shot.whole_step == step
+    return shot, title + (" from the next step on; this one runs whole" if is_whole else "")
 
 
 def draw_map(picture: Image.Image, shot: Shot, title: str) -> Image.Image:

@@ -29,12 +29,14 @@ class Shot(NamedTuple):
         grid: rows and columns of the picture's tokens.
         kept: ``(merged,)`` tokens at which merged ones stand.
         follows: ``(tokens,)`` kept token that each token follows most.
+        whole_step: the step of the choice, where it ran whole to keep detail; None where it merged.
     """
 
     block: str
     grid: Grid
     kept: Tensor
     follows: Tensor
+    whole_step: int | None = None
 
 
 class Record:
@@ -65,13 +67,14 @@ class Record:
         self._step = step
         self.merging.add(step)
 
-    def note(self, place: int, block: str, plan: MergePlan) -> None:
+    def note(self, place: int, block: str, plan: MergePlan, runs_whole: bool) -> None:
         """Keep the pattern of a plan made now, unless there is one for this place and step.
 
         Args:
             place: number of the first block that shares the plan.
             block: name of that block.
             plan: the plan.
+            runs_whole: nothing merges by it in this step.
         """
         key = place, self._step
         if key in self._shots or len(self._shots) >= MAX_SHOTS:
@@ -82,7 +85,8 @@ class Record:
         kept = positions[: plan.merged_per_grid[0]]
         if plan.padding is not None:
             kept = kept[~plan.padding[0, : len(kept)].cpu()]
-        self._shots[key] = Shot(block, grid, kept.clone(), positions[groups])
+        whole_step = self._step if runs_whole else None
+        self._shots[key] = Shot(block, grid, kept.clone(), positions[groups], whole_step)
 
     @property
     def places(self) -> list[int]:

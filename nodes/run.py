@@ -153,7 +153,7 @@ class Site:
             return None
         held = run.session.plan(self._place, self._conditions, epoch, layout, x)
         if run.record is not None and held.is_new and not held.plan.is_identity:
-            run.record.note(self._place.block, block, held.plan)
+            run.record.note(self._place.block, block, held.plan, held.runs_whole)
         return held
 
 
