@@ -226,7 +226,11 @@ class Run:
             if (tokens := site.tokens) is not None
             for block in site.blocks
         }
-        self.report.works(host.work(call, known), samples=call.arguments["x"].shape[0])
+        try:
+            work = host.work(call, known)
+        except AttributeError:  # quantised modules of another make do not tell their shapes
+            work = None
+        self.report.works(work, samples=call.arguments["x"].shape[0])
 
     def close(self, finished: bool) -> None:
         """Say what happened, and drop every plan at once: hosts and the run know one another."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import probe
 import pytest
+import tiny
+import torch
+from comfyui_toma.nodes.attach import attach
 from comfyui_toma.toma_core.config import MergeConfig, Scope
 
 # TFLOP of one call at 1024 x 1024, stock and at most at ratio 0.25, 0.5, 0.75 (block scope).
@@ -57,3 +60,26 @@ def test_the_saving_that_the_node_says_is_what_a_counter_sees(make, stock, keep_
     # 2 %: the counter sees our own merging too.
     assert seen.saving == pytest.approx(2 * stock / (first + seen.tflop), rel=0.02)
     assert seen.saving > 1.04
+
+
+@pytest.mark.parametrize(("make", "name"), [(tiny.sdxl, "ff"), (tiny.flux, "img_mlp")])
+def test_modules_of_another_make_merge_too_though_their_work_is_not_known(make, name, caplog):
+    model = make()
+
+    class Opaque(torch.nn.Module):
+        """A quantised module that does not tell its shapes."""
+
+        def __init__(self, module):
+            super().__init__()
+            self.run = lambda x: module(x)
+
+        def forward(self, x):
+            return self.run(x)
+
+    for block in model.model.diffusion_model.modules():
+        if name in dict(block.named_children()):
+            setattr(block, name, Opaque(getattr(block, name)))
+    with caplog.at_level("INFO"):
+        tiny.sample(attach(model, MergeConfig()), 32, 32)
+    (line,) = [message for message in caplog.messages if " tokens in " in message]
+    assert "FLOPs" not in line
