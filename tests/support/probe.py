@@ -61,16 +61,16 @@ def full_sdxl_on_meta() -> Any:
     return _on_meta(config)
 
 
-def full_flux_on_meta() -> Any:
-    """The full Flux-dev transformer without memory: shapes only."""
+def full_flux_on_meta(double: int = 19, single: int = 38) -> Any:
+    """The full Flux-dev transformer, or fewer of its blocks, without memory: shapes only."""
     config = tiny.flux_config(
         guidance=True,
         hidden_size=3072,
         num_heads=24,
         context_in_dim=4096,
         vec_in_dim=768,
-        depth=19,
-        depth_single_blocks=38,
+        depth=double,
+        depth_single_blocks=single,
     )
     config.unet_config["dtype"] = torch.bfloat16
     return _on_meta(config)
