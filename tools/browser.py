@@ -19,7 +19,7 @@ from typing import Any
 
 import demo
 from environment import PACK, cache_folder, version_of
-from example_graphs import place_files
+from example_graphs import node, place_files
 from graph import HELPERS, NODE, graph
 from packages import Failed, say
 
@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
             "stock": stock.url,
             "graph": small_graph(0.5, defaults),
             "stockGraph": small_graph(None, defaults),
+            "compareGraph": compare_graph(),
+            "mapGraph": map_graph(defaults),
             "defaults": {**defaults, "ratio": 0.5},
             "presets": json.loads(PRESETS.read_text(encoding="utf-8")),
             "values": list({**defaults, "ratio": 0.5}.values()),
@@ -78,6 +80,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def small_graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The demo's graph for one small picture."""
     return graph(ratio, 0, STEPS, ["cat face"], defaults)
+
+
+def compare_graph() -> dict[str, dict[str, Any]]:
+    """The demo's graph with ToMA: Compare in place of the sampler, and what it gives."""
+    nodes = small_graph(None, {})
+    del nodes["meter"], nodes["report"]
+    inputs = {**nodes["sampler"]["inputs"], "model": ["unet", 0], "ratios": "0, 0.5"}
+    nodes["sampler"] = node("ToMABenchmark", **inputs)
+    nodes["table"] = node("PreviewAny", source=["sampler", 1])
+    nodes["plot"] = node("PreviewImage", images=["sampler", 2])
+    return nodes
+
+
+def map_graph(defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The demo's graph with a merge map of its picture."""
+    nodes = small_graph(0.5, defaults)
+    nodes["map"] = node("ToMAMergeMap", model=["toma", 0], image=["decode", 0])
+    nodes["view"] = node("PreviewImage", images=["map", 0])
+    return nodes
 
 
 @contextmanager

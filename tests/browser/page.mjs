@@ -10,7 +10,10 @@ const FLAGS = [
   '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
   '--disable-background-networking', '--disable-component-update', '--disable-sync'
 ]
-const SETTINGS = { 'Comfy.TutorialCompleted': true } // no dialog of templates over the canvas
+const SETTINGS = {
+  'Comfy.TutorialCompleted': true, // no dialog of templates over the canvas
+  'Comfy.RightSidePanel.IsOpen': false // an error of the browser before may have opened it
+}
 
 const browsers = []
 
@@ -131,6 +134,17 @@ export async function run(page) {
   const ended = await page.waitForFunction(() => window.ended)
   const { name, detail } = await ended.jsonValue()
   if (name !== 'execution_success') throw new Error(`${name}: ${detail.exception_message}`)
+}
+
+/** Waits until a node shows a picture; returns its width and height. */
+export async function pictureOn(page, id) {
+  const size = await page.waitForFunction((id) => {
+    const image = window.LiteGraph.vueNodesMode
+      ? document.querySelector(`.lg-node[data-node-id="${id}"] img`)
+      : window.app.graph.getNodeById(id).imgs?.[0]
+    return image?.naturalWidth && [image.naturalWidth, image.naturalHeight]
+  }, id)
+  return size.jsonValue()
 }
 
 /** Keeps what the window shows as a picture for people. */
