@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def small_graph(ratio: float | None, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The demo's graph for one small picture."""
-    return graph(ratio, 0, STEPS, ["cat face"], defaults)
+    return graph(ratio, 0, STEPS, ["cat face, sky"], defaults)
 
 
 def compare_graph() -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ const NODES = {
   ToMABenchmark: 'ToMA: Compare',
   ToMAMergeMap: 'ToMA: Merge Map'
 }
-const STATUS = /^FluxSchnell 256x256: 256 -> 128 tokens in 6 blocks, .*s\/step/
+const STATUS = /^FluxSchnell 512x512: 1024 -> 512 tokens in 6 blocks, .*s\/step/
 const TABLE = /^ *ratio +seconds +speed-up +difference\n +0 +[\d.]+ +1\.00x +0\.0 %\n +0\.5 /
 
 for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
@@ -190,6 +190,8 @@ for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
       }
     })
 
+    // The last of the runs: once its list of errors was open, ComfyUI's page may draw no node of the
+    // next graph in Nodes 2.0, without the pack too.
     test('Compare shows how to write a list that it cannot read, and runs again', async () => {
       await loadGraph(page, withNewSeed(given.compareGraph, { ratios: '0, foo' }))
       await assert.rejects(run(page), /^Error: execution_error/)
@@ -203,7 +205,7 @@ for (const [canvas, nodes2] of [['classic', false], ['nodes2', true]]) {
     test('no console error beyond those of ComfyUI without the pack', () => {
       // Beside a run that failed the page asks its registry for the nodes, which its server forbids.
       const ours = [...comfy.errors].filter(
-        (error) => !stockErrors.has(error) && !error.startsWith("Connecting to 'https://api.comfy.org"))
+        (error) => !stockErrors.has(error) && !error.startsWith("Connecting to 'https:"))
       assert.deepEqual(ours, [])
     })
   })
