@@ -25,7 +25,7 @@ def mini_flux():
 
 @pytest.mark.parametrize("latent", [(32, 32), (24, 40)])
 def test_the_model_that_is_trained_equals_comfyuis_flux(mini_flux, latent):
-    file = TOOLS / "mini" / "mini-flux-emoji31.safetensors"
+    file = TOOLS / "mini" / "mini-flux-scenes.safetensors"
     weights = {key: value.float() for key, value in load_file(file).items()}
     trained = mini_flux.MiniFlux(mini_flux.FluxShape.of(mini_flux.current_keys(weights)))
     trained.load_state_dict(mini_flux.current_keys(weights))

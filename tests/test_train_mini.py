@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 TRAIN = TOOLS / "train_mini.py"
-SHIPPED = TOOLS / "mini" / "mini-flux-emoji31.safetensors"
+SHIPPED = TOOLS / "mini" / "mini-flux-scenes.safetensors"
 
 
 def train(folder, out, *options):

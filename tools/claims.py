@@ -19,9 +19,9 @@ from mini_host import MODEL, MiniModel, load_host
 from mini_sheet import GUIDANCE
 
 TINY_MODELS = Path(__file__).resolve().parent.parent / "tests" / "support"
-PICTURE = "cat face"
+PICTURE = "cat face, sky"
 STEPS = 50
-LATENT_SIDE = 32  # at its finest, attention of both models has a token for every 2x2 of it
+LATENT_SIDE = 64  # at its finest, attention of both models has a token for every 2x2 of it
 TOKENS = (LATENT_SIDE // 2) ** 2
 SEED = 3
 
@@ -99,10 +99,10 @@ def tiny_unet() -> Subject:
     import tiny
 
     picture = torch.zeros(1, 4, LATENT_SIDE, LATENT_SIDE)
-    picture[:, :, :16] = 1.5
-    picture[:, :2, :, :12] = -1.0
+    picture[:, :, :32] = 1.5
+    picture[:, :2, :, :24] = -1.0
     generator = torch.Generator().manual_seed(SEED)
-    picture[:, :, 20:28, 20:28] = torch.randn(1, 4, 8, 8, generator=generator)
+    picture[:, :, 40:56, 40:56] = torch.randn(1, 4, 16, 16, generator=generator)
 
     def knowing(apply_model: Callable, call: dict[str, Any]) -> Any:
         apply_model(call["input"], call["timestep"], **call["c"])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from display import Bar, print_table
 from environment import version_of
-from graph import HELPERS, METER, NODE, graph
+from graph import HELPERS, METER, MODEL, NODE, graph
 from packages import Failed, say
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TOOLS = Path(__file__).resolve().parent
 PACKS = {"toma": TOOLS.parent, "toma_demo": TOOLS / "demo_pack"}
 RATIOS = (0.0, 0.25, 0.5, 0.75)
 BUSY = 1.5  # a run that is this much slower says that the machine did something else too
-PICTURES = ("cat face", "tiger face", "strawberry", "doughnut", "penguin", "birthday cake")
+PICTURES = ("cat face, bricks", "penguin, night", "strawberry, sky", "birthday cake, checkers")
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Setting:
     """One row: a merge ratio (None: stock ComfyUI, our node not in the graph), what it cost."""
 
     ratio: float | None
+    steps: int
     image: Path | None = None
     tokens: list[int] = field(default_factory=list)
     flops: list[int] = field(default_factory=list)
@@ -50,11 +51,14 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """Seconds per step: the mean over the steps of a run, each at its fastest of all runs.
+        """Seconds per step, the mean over a run of `steps`.
 
-        Whatever else the machine does only ever adds time.
+        Timed runs are shorter: all their steps but the last repeat in a longer one. Each counts
+        at its fastest of all runs, since whatever else the machine does only ever adds time.
         """
-        return statistics.fmean(map(min, zip(*self.runs, strict=True)))
+        *cycle, last = map(min, zip(*self.runs, strict=True))
+        repeated = [cycle[step % len(cycle)] for step in range(self.steps - 1)] if cycle else []
+        return statistics.fmean([*repeated, last])
 
     @property
     def tflop(self) -> float:
@@ -74,13 +78,14 @@ def main(argv: list[str]) -> int:
     from server import Server
     from sheet import contact_sheet, psnr
 
+    check_names(options.pictures)
     comfyui = Path(os.environ["COMFYUI_PATH"])
     output = options.output.absolute()
     for folder in (output, options.json and options.json.absolute().parent):
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-    stock = Setting(None)
-    settings = [Setting(ratio) for ratio in RATIOS]
+    stock = Setting(None, options.steps)
+    settings = [Setting(ratio, options.steps) for ratio in RATIOS]
     with base_directory() as base:
         say(f"Starting ComfyUI {version_of(comfyui)} ({comfyui})")
         with Server(comfyui, base, list(PACKS), output / "comfyui.log") as server:
@@ -104,6 +109,7 @@ def main(argv: list[str]) -> int:
                 options.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             if options.keep:
                 print(f"ComfyUI stays open at {server.url}: Ctrl-C ends it.", flush=True)
+                print("Its output folder goes then too: save what you want to keep.", flush=True)
                 print(f"Drop {settings[2].image} onto its page to open that graph.", flush=True)
                 server.wait()
                 raise server.failed("ComfyUI ended by itself")
@@ -124,12 +130,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
     parser.add_argument("--keep", action="store_true", help="leave ComfyUI open for the browser")
     parser.add_argument("--steps", type=count, default=20, help="sampling steps (default 20)")
-    parser.add_argument("--runs", type=count, default=7, help="timed runs each (default 7)")
+    parser.add_argument("--runs", type=count, default=5, help="timed runs each (default 5)")
     parser.add_argument("--output", type=Path, default=Path("toma-demo"), metavar="FOLDER",
                         help="folder for pictures and log (default ./toma-demo)")  # fmt: skip
     parser.add_argument("--pictures", nargs="+", default=list(PICTURES), metavar="NAME",
                         help="what to paint (tools/mini/README.md has the names)")  # fmt: skip
     return parser.parse_args(argv)
+
+
+def check_names(pictures: list[str]) -> None:
+    """Refuse what the model has never seen: it would paint a blot."""
+    from safetensors import safe_open
+
+    with safe_open(TOOLS / "mini" / MODEL, "pt") as weights:
+        known = json.loads(weights.metadata()["pictures"])
+    for name in pictures:
+        if name not in known:
+            raise Failed(
+                f'--pictures must be names that the model knows, and "{name}" is none: write them '
+                f'like "{known[0]}"; tools/mini/README.md lists them all.'
+            )
 
 
 @contextmanager
@@ -153,12 +173,12 @@ def measure(
 ) -> None:
     """Run every setting once for its picture and counts, then `options.runs` times in turn.
 
-    A timed run is as long as a choice of destinations is kept: its first step makes the choice, so
-    its mean is that of a whole run.
+    A timed run is as long as a choice of destinations is kept, and one step more: the last step of
+    a run is like no other.
     """
     total = len(settings) * (1 + options.runs)
     defaults = server.defaults(NODE)
-    timed_steps = min(options.steps, defaults["reuse_interval"])
+    timed_steps = min(options.steps, defaults["reuse_interval"] + 1)
     for turn in range(1 + options.runs):
         steps = timed_steps if turn else options.steps
         for place, setting in enumerate(settings):
@@ -205,7 +225,8 @@ def explain(stock: Setting, pictures: int) -> None:
     print(
         f"\nA step paints {pictures} pictures at once, each with and without its prompt. TFLOP: "
         "matrix products and\nattention, our own included, mean over a run. Seconds: each step at "
-        f"its fastest of {len(stock.runs)} runs, taken\nin turn. ComfyUI without our node: "
+        f"its fastest of {len(stock.runs)} runs, taken\nin turn. Tokens: mean over a run, of which "
+        "some steps run whole to keep detail. ComfyUI without our node: "
         f"{stock.tflop:.4f} TFLOP and {stock.seconds:.3f} s per step."
     )
     slowest = max(map(statistics.fmean, stock.runs))

@@ -10,8 +10,8 @@ from packages import say
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The rows in columns."""
-    head = ("ratio", "tokens per block", "TFLOP/step", "s/step", "speed-up", "PSNR dB", "file")
-    line = "{:>5}  {:>16}  {:>10}  {:>7}  {:>8}  {:>7}  {}".format
+    head = ("ratio", "mean tokens/block", "TFLOP/step", "s/step", "speed-up", "PSNR dB", "file")
+    line = "{:>5}  {:>17}  {:>10}  {:>7}  {:>8}  {:>7}  {}".format
     print("\n" + line(*head))
     for row in rows:
         decibels = "-" if row["psnr_db"] is None else f"{row['psnr_db']:.1f}"

@@ -7,8 +7,8 @@ from typing import Any
 NODE = "ToMAPatchModel"
 HELPERS = ("ToMADemoPrompt", "ToMADemoDecode", "ToMADemoMeter", "ToMADemoReport")
 METER = "toma_demo_meter"  # what ToMADemoReport calls its result
-MODEL = "mini-flux-emoji31.safetensors"
-PATCH = 4  # pixels a side of MODEL's tokens
+MODEL = "mini-flux-scenes.safetensors"
+PATCH = 2  # pixels a side of MODEL's tokens
 # 64 px pictures, 2x2 latent positions a token, and ComfyUI's latent node divides by 8
 LATENT_SIDE = 64 // PATCH * 2 * 8
 CFG = 2.0

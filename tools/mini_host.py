@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 FOLDER = Path(__file__).resolve().parent
-MODEL = FOLDER / "mini" / "mini-flux-emoji31.safetensors"
+MODEL = FOLDER / "mini" / "mini-flux-scenes.safetensors"
 PACK = "comfyui_toma"
 
 
@@ -53,7 +52,7 @@ class MiniModel:
     Attributes:
         model: ComfyUI's MODEL.
         weights: of the model, in float32, under the keys of `MiniFlux`.
-        names: of the pictures that it was trained on; of the demo's model those that were checked.
+        names: of the pictures that it was trained on.
         fold: pixels per latent pixel and side.
         side: latent pixels per side.
 
@@ -70,7 +69,9 @@ class MiniModel:
         self.model = comfy.sd.load_diffusion_model(str(file))
         with safe_open(file, "pt") as opened:
             about = opened.metadata() or {}
-        self.names = json.loads(about["pictures"]) if "pictures" in about else _checked_names()
+        if "pictures" not in about:
+            raise Failed(f"{file} does not say which pictures it knows: use one of train-mini")
+        self.names = json.loads(about["pictures"])
         self.fold = int(about.get("patch", 4)) // LATENT_PATCH
         self.side = int(about.get("size", 64)) // self.fold
 
@@ -114,11 +115,3 @@ def prompt(names: Sequence[str]) -> list:
     """A CONDITIONING with one row per name."""
     context, pooled = (torch.stack(part) for part in zip(*map(text_tokens, names), strict=True))
     return [[context, {"pooled_output": pooled}]]
-
-
-def _checked_names() -> list[str]:
-    """The names that the README of the demo's model lists."""
-    text = (MODEL.parent / "README.md").read_text("utf-8")
-    if not (found := re.search(r"## Names it knows\n\n(.+)\.\n", text)):
-        raise Failed(f"{MODEL.parent / 'README.md'} must list the names under 'Names it knows'")
-    return found[1].split(", ")

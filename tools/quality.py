@@ -107,7 +107,9 @@ class Harness:
     def __init__(self, mini: MiniModel, images: int, out: Path) -> None:
         self._mini, self._out = mini, out
         names = mini.names
-        self._names = [names[index % len(names)] for index in range(images)]
+        # mixed, since the list has one subject after another
+        order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
+        self._names = [names[order[index % len(names)]] for index in range(images)]
         self._seeds = [FIRST_SEED + index // len(names) for index in range(images)]
         self._features = FeatureDistance(mini.weights, mini.fold)
 

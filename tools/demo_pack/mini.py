@@ -50,7 +50,8 @@ class ToMADemoPrompt:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        names = {"multiline": True, "tooltip": "Names of emoji, one a line; empty for no prompt."}
+        tooltip = "Names such as: cat face, bricks; one picture a line; empty for no prompt."
+        names = {"multiline": True, "tooltip": tooltip}
         return {"required": {"names": ("STRING", names)}}
 
     def encode(self, names: str) -> tuple[list[Any]]:
@@ -68,7 +69,7 @@ class ToMADemoDecode:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tooltip = "Pixels a side of a token, as the model was trained (its metadata says so)."
-        patch = {"default": 4, "min": 2, "max": 4, "step": 2, "tooltip": tooltip}
+        patch = {"default": 2, "min": 2, "max": 4, "step": 2, "tooltip": tooltip}
         return {"required": {"latent": ("LATENT",), "patch": ("INT", patch)}}
 
     def decode(self, latent: dict[str, Tensor], patch: int) -> tuple[Tensor]:
