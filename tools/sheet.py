@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 SIDE = 128  # of one picture on the sheet, twice its own size
 MARGIN = 16
 TEXT_SIZE = 18
+HEAD = 4 * MARGIN  # room for a name of two lines
 
 
 def psnr(reference: Path, image: Path) -> float | None:
@@ -33,15 +34,16 @@ def contact_sheet(rows: list[tuple[str, Path]], names: list[str], target: Path) 
     label_width = MARGIN + math.ceil(max(font.getlength(label) for label, _ in rows))
     size = (
         label_width + len(names) * (SIDE + MARGIN) + MARGIN,
-        3 * MARGIN + len(rows) * (SIDE + MARGIN),
+        HEAD + len(rows) * (SIDE + MARGIN),
     )
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
     for column, name in enumerate(names):
         middle = label_width + MARGIN + column * (SIDE + MARGIN) + SIDE // 2
-        draw.text((middle, 1.5 * MARGIN), name, "black", font, anchor="mm")
+        lines = name.replace(", ", "\n")  # what, and before what
+        draw.multiline_text((middle, HEAD / 2), lines, "black", font, anchor="mm", align="center")
     for index, (label, file) in enumerate(rows):
-        top = 3 * MARGIN + index * (SIDE + MARGIN)
+        top = HEAD + index * (SIDE + MARGIN)
         draw.text((MARGIN, top + SIDE // 2), label, "black", font, anchor="lm")
         strip = Image.open(file).convert("RGB")
         for column in range(len(names)):
