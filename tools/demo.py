@@ -223,10 +223,10 @@ def row(setting: Setting, whole: Setting, psnr: Any) -> dict[str, Any]:
 def explain(stock: Setting, pictures: int) -> None:
     """What the table's numbers are, and how far to trust the times."""
     print(
-        f"\nA step paints {pictures} pictures at once, each with and without its prompt. TFLOP: "
-        "matrix products and\nattention, our own included, mean over a run. Seconds: each step at "
-        f"its fastest of {len(stock.runs)} runs, taken\nin turn. Tokens: mean over a run, of which "
-        "some steps run whole to keep detail. ComfyUI without our node: "
+        f"\nA step paints {pictures} pictures at once, each with and without its prompt. Tokens "
+        "and TFLOP (matrix\nproducts and attention, our own included) are means over a run, in which "
+        "some steps run whole to\nkeep detail. Seconds: each step at its fastest of "
+        f"{len(stock.runs)} runs, taken in turn. ComfyUI without our node:\n"
         f"{stock.tflop:.4f} TFLOP and {stock.seconds:.3f} s per step."
     )
     slowest = max(map(statistics.fmean, stock.runs))
