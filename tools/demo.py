@@ -224,8 +224,8 @@ def explain(stock: Setting, pictures: int) -> None:
     """What the table's numbers are, and how far to trust the times."""
     print(
         f"\nA step paints {pictures} pictures at once, each with and without its prompt. Tokens "
-        "and TFLOP (matrix\nproducts and attention, our own included) are means over a run, in which "
-        "some steps run whole to\nkeep detail. Seconds: each step at its fastest of "
+        "and TFLOP (matrix\nproducts and attention, our own included) are means over a run, in "
+        "which some steps run whole to\nkeep detail. Seconds: each step at its fastest of "
         f"{len(stock.runs)} runs, taken in turn. ComfyUI without our node:\n"
         f"{stock.tflop:.4f} TFLOP and {stock.seconds:.3f} s per step."
     )
