@@ -1,4 +1,5 @@
-// A button on each ToMA node, and an entry of its menu: a preset fills the node's widgets.
+// A button on each ToMA node, and an entry of its menu: a preset fills the node's widgets. Room for
+// the text of a run.
 
 import { api } from '../../../scripts/api.js'
 import { app } from '../../../scripts/app.js'
@@ -9,6 +10,11 @@ const FAMILIES = {
   ToMAPatchSDXL: ['SDXL'],
   ToMAPatchFlux: ['Flux']
 }
+
+const OURS = /^(ToMA|TokenMerge)/
+
+/** Of the text that a node shows: four lines, or five. */
+const TEXT_HEIGHT = 100
 
 let presets, texts
 
@@ -58,11 +64,23 @@ function openMenu(node) {
   new window.LiteGraph.ContextMenu(entries(node), { event, title: texts.presets })
 }
 
+/** Grows a node of the classic canvas, where its text after a run has room for two lines alone. */
+function makeRoom(id) {
+  const node = app.graph.getNodeById(id)
+  const text = node?.widgets?.find(({ name }) => name === '$$node-text-preview')
+  if (!text || !OURS.test(node.comfyClass) || window.LiteGraph.vueNodesMode) return
+  const missing = TEXT_HEIGHT - (text.computedHeight ?? TEXT_HEIGHT)
+  if (missing > 0) node.setSize([node.size[0], node.size[1] + missing])
+}
+
 app.registerExtension({
   name: 'toma.presets',
 
   async init() {
     [presets, texts] = await Promise.all([loadPresets(), loadTexts()])
+    // later, when the page has drawn the text for the first time
+    api.addEventListener('progress_text', ({ detail }) =>
+      setTimeout(() => makeRoom(detail.nodeId), 200))
   },
 
   nodeCreated(node) {
