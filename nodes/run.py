@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..toma_core.config import MergeConfig
@@ -22,41 +19,8 @@ from .options import Call, CallReader
 from .overrides import Override, overriding
 from .record import Record
 from .report import Report, Step
+from .uncompiled import UNCOMPILED
 from .work import Tokens, Work
-
-
-class _Uncompiled:
-    """Compiled models run as they are while it is open, where this torch knows how.
-
-    Choosing tokens within a compiled model would break its graph, and ComfyUI's model functions
-    are compiled anew in every step once their graph broke. The stance is the process's: threads of
-    several devices open it together, and the last one to close it puts back what was there.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._open += 1
-            # Nothing is compiled where the compiler was never imported, which takes seconds.
-            if self._stance is None and "torch._dynamo" in sys.modules:
-                set_stance = getattr(torch.compiler, "set_stance", None)
-                if set_stance is not None:
-                    self._stance = set_stance("force_eager")
-                    self._stance.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0 and self._stance is not None:
-                self._stance.__exit__(*error)
-                self._stance = None
-
-
-UNCOMPILED = _Uncompiled()
 
 RESHAPED = "another node changed the number of tokens or samples"
 
@@ -289,12 +253,12 @@ class SamplingRun:
         now = time.perf_counter()
         if sigma is None or (self._step is not None and self._step[0] == sigma):
             return False
-        self.end_step(now)
+        self._end_step(now)
         kind = Step.WHOLE if active is not None and active.runs_whole else Step.MERGED
         self._step = (sigma, now, kind, active)
         return True
 
-    def end_step(self, now: float) -> None:
+    def _end_step(self, now: float) -> None:
         """Tell the reports how long the step took that ends at ``now``; none before the first."""
         if self._step is None:
             return
@@ -305,7 +269,7 @@ class SamplingRun:
 
     def finish(self) -> None:
         """Say what happened in a run that came to its end, and drop every plan."""
-        self.end_step(time.perf_counter())
+        self._end_step(time.perf_counter())
         self._close(finished=True)
 
     def decline(self, reason: str) -> None:
