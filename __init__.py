@@ -1,4 +1,4 @@
-"""ToMA for ComfyUI: faster SDXL and Flux by merging tokens that are alike."""
+"""Token merging for ComfyUI."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ..toma_core.config import MergeConfig
 from ..toma_core.schedule import Schedule
 from .flux import FluxBlocks, FluxHost
 from .options import KEY
-from .record import RECORD, Record, is_wanted
+from .record import RECORD, Recording, is_wanted
 from .report import Report, show_text
 from .run import Run, SamplingRun
 from .unet import UNetBlocks, UNetHost, is_image_unet
@@ -92,14 +92,14 @@ def attach(
         return patched
     options = patched.model_options.setdefault("transformer_options", {})
     options[KEY] = (*options.get(KEY, ()), Settings(config, chosen[0], node_id, mask))
-    options[RECORD] = Record()
+    options[RECORD] = Recording()
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return patched
 
 
 def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps one sampling run (``WrappersMP.OUTER_SAMPLE``) around a fresh ``SamplingRun``."""
+    """Wraps one sampling run, as an outer-sample wrapper, in a fresh ``SamplingRun``."""
     guider = executor.class_obj
     stock_options = guider.model_options
     sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
@@ -131,7 +131,7 @@ def open_run(
     """
     options = create_model_options_clone(options)
     transformer_options = options.setdefault("transformer_options", {})
-    record = transformer_options.get(RECORD, Record())
+    record = transformer_options.get(RECORD, Recording())
     wanted = is_wanted()
     record.begin(len(sigmas) - 1 if wanted else 0)
     run = SamplingRun(
@@ -151,7 +151,7 @@ def _run(
     settings: Settings,
     sigmas: torch.Tensor,
     size: tuple[int, int],
-    record: Record | None,
+    record: Recording | None,
 ) -> Run:
     config = settings.config
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma

@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 class Stopwatch:
-    """Times the sampler alone (``WrappersMP.SAMPLER_SAMPLE``) and moves one bar for all runs."""
+    """Times the sampler alone, as a sampler-sample wrapper, and moves one bar for all runs."""
 
     def __init__(self, steps: int) -> None:
         self.seconds = 0.0
@@ -166,8 +166,8 @@ class ToMABenchmark(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The model to compare: SDXL, SD 1.5, SD 2 or Flux.1, without a ToMA "
-                    "node before this one.",
+                    tooltip="The model to try settings on: any that the node of ToMA takes, "
+                    "without such a node before this one.",
                 ),
                 io.Conditioning.Input("positive", tooltip="What you want in the picture."),
                 io.Conditioning.Input("negative", tooltip="What you do not want in the picture."),

@@ -1,4 +1,4 @@
-"""Pictures that nodes draw, between Pillow and ComfyUI's IMAGE."""
+"""Pictures that nodes draw: from Pillow to ComfyUI and back."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def to_tensor(picture: Image.Image) -> Tensor:
 
 
 def to_picture(image: Tensor) -> Image.Image:
-    """One picture of an IMAGE, ``(height, width, channels)``, 0 to 1."""
+    """One picture of a batch, ``(height, width, channels)``, 0 to 1."""
     pixels = (image[..., :3].clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(pixels.cpu().numpy())

@@ -1,9 +1,8 @@
-"""Merging in ComfyUI's Flux.1: dev, schnell, Fill, Canny, Depth, Redux and Kontext.
+"""Merging in the blocks of ComfyUI's Flux models."""
 
-Blocks are those of ``comfy.ldm.flux.layers``. Double blocks hold the picture by itself, single
-blocks hold text and then the picture; the text never merges. What belongs to tokens follows those
-that are left (``followers.py``).
-"""
+# The blocks are those of comfy.ldm.flux.layers, for dev, schnell, Fill, Canny, Depth, Redux and
+# Kontext. Double blocks hold the picture by itself, single blocks hold text and then the picture;
+# the text never merges. What belongs to tokens follows those that are left (followers.py).
 
 from __future__ import annotations
 

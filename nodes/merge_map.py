@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .drawing import ACCENT, INK, PAPER, font, to_picture, to_tensor
 from .options import KEY
-from .record import MAP_NODE, RECORD, Record, Shot, origin
+from .record import MAP_NODE, RECORD, Recording, Shot, origin
 from .toma import CATEGORY
 
 SIDE = 1024
@@ -21,7 +21,7 @@ TINT = 0.6
 """Share of its group's colour in that of a merged token."""
 
 
-def find_shot(record: Record, block: int, step: int) -> tuple[Shot, str]:
+def find_shot(record: Recording, block: int, step: int) -> tuple[Shot, str]:
     """The choice to draw, and what it is in words.
 
     Args:

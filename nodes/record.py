@@ -39,7 +39,7 @@ class Shot(NamedTuple):
     whole_step: int | None = None
 
 
-class Record:
+class Recording:
     """The choices of a MODEL's latest run, by place and by the step at which they were made.
 
     Clones of the MODEL share it, and it goes when they go.
@@ -52,7 +52,7 @@ class Record:
         self._step = 0
         self._shots: dict[tuple[int, int], Shot] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         return self  # ComfyUI 0.3.75 copies the options of a MODEL deeply
 
     def begin(self, steps: int) -> None:

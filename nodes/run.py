@@ -17,7 +17,7 @@ from ..toma_core.schedule import Epoch, Schedule
 from ..toma_core.session import Held, Session
 from .options import Call, CallReader
 from .overrides import Override, overriding
-from .record import Record
+from .record import Recording
 from .report import Report, Step
 from .uncompiled import UNCOMPILED
 from .work import Tokens, Work
@@ -140,7 +140,7 @@ class Run:
         make_host: HostFactory,
         report: Report,
         mask: Tensor | None = None,
-        record: Record | None = None,
+        record: Recording | None = None,
     ) -> None:
         self.config = config
         self.session = Session(config, mask)

@@ -29,9 +29,9 @@ class TokenMergePatchModel(io.ComfyNode):
             node_id="TokenMergePatchModel",
             display_name="Token Merging (CA-ToMe / ToMe / ToFu)",
             category=CATEGORY,
-            description="Merges alike image tokens in self-attention by CA-ToMe (arXiv "
-            "2501.00946), ToMe or ToFu. For comparison with ToMA, which is faster and merges more. "
-            "Put it right before the sampler.",
+            description="Merges alike image tokens in self-attention by CA-ToMe, ToMe "
+            "or ToFu. For comparison: the node of ToMA is faster and merges more. Put it right "
+            "before the sampler.",
             inputs=[*_basic_inputs(), *_advanced_inputs(), *range_inputs()],
             hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output(tooltip="The model, which merges tokens when it samples.")],
@@ -102,10 +102,10 @@ def _basic_inputs() -> list[Any]:
             io.String.Input,
             "refresh_steps",
             default=BEST_STEPS,
-            tooltip="CA-ToMe: the sampling steps at which alike tokens are looked for anew; in "
-            'between, the last find is used again. A list such as "0,8,45-49" (0 is the first '
-            'step), or "every 5". Steps are counted as in a run of 50 and scaled to yours: in a '
-            "run of 25 steps, 8 means step 4.",
+            tooltip="CA-ToMe: the sampling steps at which alike tokens are looked for anew; what "
+            "is found serves from the next step on, so the first one merges nothing. A list such "
+            'as "0,8,45-49" (0 is the first step), or "every 5". Steps are counted as in a run of '
+            "50 and scaled to yours: in a run of 25 steps, 8 means step 4.",
         ),
         make_input(
             io.Combo.Input,

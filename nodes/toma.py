@@ -179,8 +179,8 @@ class ToMAPatchModel(io.ComfyNode):
         return _schema(
             "ToMAPatchModel",
             "ToMA",
-            "Makes SDXL and Flux faster by merging image tokens that are alike (ToMA, "
-            "arXiv 2509.10918). Put it right before the sampler.",
+            "Makes SDXL and Flux faster by merging image tokens that are alike (ToMA). Put "
+            "it right before the sampler.",
             "SDXL, SD 1.5, SD 2 or Flux.1",
             [],
         )
@@ -200,8 +200,8 @@ class ToMAPatchSDXL(io.ComfyNode):
         return _schema(
             "ToMAPatchSDXL",
             "ToMA for SDXL",
-            "ToMA with a choice of UNet levels and stages, for SDXL, SD 1.5, SD 2 and checkpoints "
-            "built on them.",
+            "ToMA with a choice of levels and stages of the UNet, for SDXL, SD 1.5, SD 2 and "
+            "models built on them.",
             "SDXL, SD 1.5 or SD 2",
             [
                 make_input(
@@ -249,8 +249,8 @@ class ToMAPatchFlux(io.ComfyNode):
         return _schema(
             "ToMAPatchFlux",
             "ToMA for Flux",
-            "ToMA with a choice of blocks, for Flux.1 dev, schnell, Fill, Canny, Depth, Redux and "
-            "Kontext.",
+            "ToMA with a choice of the blocks that merge, for every model of the Flux.1 family, "
+            "such as dev, schnell, Fill and Kontext.",
             "Flux.1",
             [
                 make_input(

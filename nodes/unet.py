@@ -1,8 +1,8 @@
-"""Merging in ComfyUI's UNet: SDXL, SD 1.5, SD 2 and every other checkpoint of that class.
+"""Merging in the transformer blocks of ComfyUI's UNet."""
 
-Blocks are those of ``comfy.ldm.modules.attention.BasicTransformerBlock``; all blocks of one
-``SpatialTransformer`` work on the same grid and share a pattern.
-"""
+# SDXL, SD 1.5, SD 2 and every other checkpoint of that class. The blocks are those of
+# comfy.ldm.modules.attention; all blocks of one SpatialTransformer work on the same grid and share
+# a pattern.
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class UNetBlock:
         self._forward = Original(block)
         self._modules = {
             name: Original(module)
-            for name in ("attn1", "attn2", "ff")
-            if (module := getattr(block, name)) is not None
+            for name, module in block.named_children()
+            if name in ("attn1", "attn2", "ff")
         }
         self._plan: MergePlan | None = None
         self._carry: Carry | None = None

@@ -16,7 +16,7 @@ from comfy_execution.utils import CurrentNodeContext
 from comfyui_toma.nodes import record as recording
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.merge_map import ToMAMergeMap, draw_map
-from comfyui_toma.nodes.record import RECORD, Record, Shot
+from comfyui_toma.nodes.record import RECORD, Recording, Shot
 from comfyui_toma.toma_core.config import Matching, MergeConfig
 from comfyui_toma.toma_core.session import Session
 from PIL import Image
@@ -97,8 +97,8 @@ def test_the_record_is_what_the_plans_say(running, plans, make, config):
 
 def test_nothing_is_recorded_without_the_node(running, monkeypatch):
     running[0] = (0, "id", {"1": {"class_type": "KSampler"}}, {}, [])
-    monkeypatch.setattr(Record, "note", lambda *_: pytest.fail("recorded"))
-    monkeypatch.setattr(Record, "enter", lambda *_: pytest.fail("recorded"))
+    monkeypatch.setattr(Recording, "note", lambda *_: pytest.fail("recorded"))
+    monkeypatch.setattr(Recording, "enter", lambda *_: pytest.fail("recorded"))
     model = attach(tiny.sdxl(), MergeConfig())
     tiny.sample(model)
     assert record_of(model).places == []

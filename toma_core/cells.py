@@ -1,4 +1,4 @@
-"""Cells of four tokens, one of which is a destination (ToMe for Stable Diffusion, 2303.17604)."""
+"""Cells of four tokens, one of which is a destination (ToMe for Stable Diffusion)."""
 
 from __future__ import annotations
 

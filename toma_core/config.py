@@ -26,10 +26,10 @@ class Scope(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
 class Method(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
     """How it is decided which tokens merge; the values are names for people."""
 
-    TOMA = "ToMA"
-    CA_TOME = "CA-ToMe"
-    TOME = "ToMe"
-    TOFU = "ToFu"
+    TOMA = "ToMA"  # arXiv 2509.10918
+    CA_TOME = "CA-ToMe"  # arXiv 2501.00946
+    TOME = "ToMe"  # arXiv 2303.17604
+    TOFU = "ToFu"  # arXiv 2312.01026
 
 
 MAX_RATIO = 0.9

@@ -1,13 +1,12 @@
-"""Merging and unmerging as linear maps (ToMA section 3.2).
+"""Merging and unmerging as linear maps (ToMA section 3.2)."""
 
-With A the ``(destinations, tokens)`` assignment whose columns sum to 1:
-
-* merge:   ``X_m = A~ X`` with ``A~ = A / rowsum(A)``, every destination the mean of its group;
-* unmerge: ``Y = A^T Y_m``, which for a hard assignment is exactly the pseudo-inverse of ``A~``.
-
-Where detail is kept (``detail.py``), merging picks the destinations and unmerging carries their
-change to the rest.
-"""
+# With A the (destinations, tokens) assignment whose columns sum to 1:
+#
+# * merge:   X_m = A~ X with A~ = A / rowsum(A), every destination the mean of its group;
+# * unmerge: Y = A^T Y_m, which for a hard assignment is exactly the pseudo-inverse of A~.
+#
+# Where detail is kept (detail.py), merging picks the destinations and unmerging carries their
+# change to the rest.
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Layout = RegionLayout | CellLayout
 
 
 def toma(x: Tensor, layout: RegionLayout, config: MergeConfig, moment: Moment) -> RegionPlan:
-    """ToMA (2509.10918): facility location in regions, then weights towards the chosen tokens."""
+    """ToMA: facility location in regions, then weights towards the chosen tokens."""
     units = unit_rows(layout.split(x))
     destinations = choose_destinations(
         similarity(units), layout.kept, layout.valid, layout.protected

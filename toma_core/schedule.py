@@ -14,7 +14,7 @@ from enum import Enum
 from .config import LISTED_RUN
 
 BEST_STEPS = "0,8,11,13,20,25,30,35,45-49"
-"""The best list of CA-ToMe's Table II (2501.00946)."""
+"""The best list of CA-ToMe (its second table)."""
 
 
 def parse_steps(text: str) -> tuple[int, ...]:

@@ -63,12 +63,12 @@ class Segments:
         return found if self.later is None else found.maximum(self.later._largest(most[:, 0]))
 
     def _belongs(self) -> Tensor:
-        """``(batch * chunks, CHUNK, CHUNK)`` 1 where a row belongs to a group of its chunk."""
+        """``(batch * chunks, turns, rows)`` 1 where a row belongs to a group of its chunk."""
         turn = torch.arange(CHUNK, device=self.turns.device)
         return (self.turns[:, None] == turn[:, None]).float()
 
     def _begun(self, parts: Tensor) -> Tensor:
-        """What the chunks found: ``(batch * chunks, CHUNK, channels)`` -> that of every group."""
+        """``(batch * chunks, turns, channels)`` that chunks found -> that of every group."""
         begun = parts.flatten(0, 1).index_select(0, self.begins)
         return begun.unflatten(0, self.sizes.shape[:2]).masked_fill(self.sizes == 0, 0.0)
 

@@ -1,12 +1,11 @@
-"""Choice of destinations by facility location (ToMA section 3.1).
+"""Choice of destinations by facility location (ToMA section 3.1)."""
 
-For tokens with cosine similarity S, a set A of destinations is worth
-``f(A) = sum_j max_{i in A} S_ij``: how well every token is represented by its nearest destination.
-f is submodular for non-negative S, so picking greedily reaches at least (1 - 1/e) of the optimum
-(Nemhauser et al. 1978). Greedy over n tokens costs n^2 per pick; looking at a random handful of
-candidates per pick costs n^2 in all and loses at most EPSILON of that guarantee (Mirzasoleiman et
-al. 2015, Lazier than Lazy Greedy).
-"""
+# For tokens with cosine similarity S, a set A of destinations is worth
+# f(A) = sum_j max_{i in A} S_ij: how well every token is represented by its nearest destination.
+# f is submodular for non-negative S, so picking greedily reaches at least (1 - 1/e) of the optimum
+# (Nemhauser et al. 1978). Greedy over n tokens costs n^2 per pick; looking at a random handful of
+# candidates per pick costs n^2 in all and loses at most EPSILON of that guarantee (Mirzasoleiman et
+# al. 2015, Lazier than Lazy Greedy).
 
 from __future__ import annotations
 
@@ -125,9 +124,10 @@ def facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -
 def stochastic_facility_location(cosine: Tensor, count: int, valid: Tensor | None = None) -> Tensor:
     """Greedy facility location that looks at a random few of the tokens left for each pick.
 
-    ``ceil(tokens / count * ln(1 / EPSILON))`` candidates per pick reach (1 - 1/e - EPSILON) of the
-    optimum on average. They are drawn from a generator of its own, always seeded alike, so equal
-    tokens give equal picks in every run, on every device, at every place in a batch.
+    There are ``tokens / count * ln(1 / epsilon)`` candidates per pick, which loses no more than
+    ``epsilon`` of the optimum on average against exact greedy. They are drawn from a generator of
+    its own, always seeded alike, so equal tokens give equal picks in every run, on every device, at
+    every place in a batch.
 
     Arguments and errors are those of ``facility_location``; so is the result, but for the order of
     picking, in which gains need not fall.
