@@ -60,7 +60,7 @@ def find_shot(record: Recording, block: int, step: int) -> tuple[Shot, str]:
         )
     shot = record.shot(places[block], step)
     if shot is None:
-        merging = sorted(record.merging)
+        merging = [step for step in sorted(record.merging) if record.shot(places[block], step)]
         raise ValueError(
             f"block {block} merged nothing at step {step} of {record.steps}: tokens merge at steps "
             f"{merging[0]} to {merging[-1]}. Set step to one of them."

@@ -38,6 +38,7 @@ class Report:
         self._merged: dict[str, tuple[int, int, int]] = {}
         self._aside: dict[str, set[str]] = {}
         self._merges = False
+        self._looks = False
         self._works: list[Work | None] = []
         self._kept_bytes = 0
         self._seconds: list[tuple[Step, float]] = []
@@ -54,6 +55,10 @@ class Report:
         would be compiled again where that grew.
         """
         self._note(block, before, after)
+
+    def looks(self) -> None:
+        """Note that a block ran whole in the step in which it first looked for alike tokens."""
+        self._looks = True
 
     def _note(self, block: str, before: int, after: int) -> None:
         known = self._merged.get(block)
@@ -102,6 +107,8 @@ class Report:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
             if self._merged:
                 reason = "with keep_detail, every step of so short a run stays whole"
+            elif self._looks and not self._aside:
+                reason = "alike tokens merge from the second step on, and this run has one"
             return f"Inactive on {self._subject}: {reason}."
         parts = []
         counts = Counter(before for before, _, _ in self._merged.values())
@@ -133,9 +140,11 @@ class Report:
 
     def show(self) -> None:
         """Put what is known so far on the node, where a client looks on."""
-        waits = self._merged and not self._merges
         text = f"{self._subject}: this step runs whole, so that detail is kept; the next ones merge"
-        show_text(self._node_id, text if waits else self.summary())
+        if self._looks:
+            text = f"{self._subject}: this step looks for alike tokens; the next ones merge them"
+        waits = self._merged or self._looks and not self._aside
+        show_text(self._node_id, text if waits and not self._merges else self.summary())
 
     def close(self, finished: bool = True) -> None:
         """Put the summary on the node and in the log; there also, once per reason, what stayed.

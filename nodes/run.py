@@ -78,7 +78,10 @@ class Site:
         if held is None:
             return None
         if held.plan.is_identity:
-            self._run.report.aside("no two tokens were alike enough", block)
+            if held.waits:
+                self._run.report.looks()
+            else:
+                self._run.report.aside("no two tokens were alike enough", block)
             return None
         note = self._run.report.whole if held.runs_whole else self._run.report.merged
         note(block, held.plan.tokens, held.plan.merged)
@@ -161,12 +164,13 @@ class Run:
         host = self._host(model)
         if not host.sites:
             self.report.aside("the settings of this node leave every block alone")
+        counted = self.session.count(call.arguments["x"].device)
         for site in host.sites:
             site.begin(call.conditions, epoch)
         if self.record is not None and call.sigma is not None:
             self.record.enter(self._schedule.step(call.sigma))
-        # The first call of an epoch makes its plans.
-        self.chooses = self._chosen.get(call.conditions) != epoch
+        # The first call of an epoch makes its plans, or the one before did and counted them now.
+        self.chooses = counted or self._chosen.get(call.conditions) != epoch
         self._chosen[call.conditions] = epoch
         return host.overrides(call)
 
@@ -217,12 +221,12 @@ class SamplingRun:
         self._step: tuple[float, float, Step, Run | None] | None = None
 
     def calc_cond_batch(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Wraps one prediction of the sampler (``WrappersMP.CALC_COND_BATCH``)."""
+        """Wraps one prediction of the sampler, which may take several calls of the model."""
         self._reader.begin_evaluation()
         return executor(*args, **kwargs)
 
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps one call of the model (``WrappersMP.APPLY_MODEL``), around any compiled code."""
+        """Wraps one call of the model, around any compiled code."""
         call = self._reader.read(executor.original, args, kwargs)
         # A compiled model stands in for the true one; the blocks are the same objects.
         model = executor.class_obj.diffusion_model

@@ -7,7 +7,7 @@ import torch
 from comfyui_toma.toma_core.cells import build_cells
 from comfyui_toma.toma_core.config import Matching, MergeConfig
 from comfyui_toma.toma_core.groups import Blend, GroupPlan
-from comfyui_toma.toma_core.plan import Place, join_plans
+from comfyui_toma.toma_core.plan import Moment, Place, join_plans
 from comfyui_toma.toma_core.planning import build_plan, lay_out
 from comfyui_toma.toma_core.schedule import Epoch
 from comfyui_toma.toma_core.session import Session
@@ -18,10 +18,10 @@ GRID = (8, 8)
 CA_TOME = MergeConfig(scope="attention", matching=Matching("CA-ToMe", threshold=0.8))
 
 
-def by_hand(follows, blend=Blend.MEAN, kept=None):
+def by_hand(follows, blend=Blend.MEAN):
     """A plan of one row of tokens from the token that each follows, by sample."""
     layout = build_cells(((1, len(follows[0])),), MergeConfig())
-    return GroupPlan(layout, torch.tensor(follows), blend, kept)
+    return GroupPlan(layout, torch.tensor(follows), blend)
 
 
 def unlike_samples():
@@ -44,14 +44,14 @@ def adaptive_plan(x):
     ],
 )
 def test_a_group_becomes_what_its_blend_says(blend, expected):
-    plan = by_hand([[0, 1, 0]], blend, (2,))
+    plan = by_hand([[0, 1, 0]], blend)
     x = torch.tensor([[[3.0, 0.0], [5.0, 5.0], [0.0, 4.0]]])
     torch.testing.assert_close(plan.merge(x), torch.tensor([expected]))
     assert plan.unmerge(plan.merge(x))[0, 2].tolist() == plan.merge(x)[0, 0].tolist()
 
 
 def test_opposite_tokens_cancel_to_zero_and_a_lone_token_keeps_its_bits():
-    plan = by_hand([[0, 0, 2]], Blend.NORM, (2,))
+    plan = by_hand([[0, 0, 2]], Blend.NORM)
     x = torch.tensor([[[1.0, 2.0], [-1.0, -2.0], [0.1, 0.7]]])
     merged = plan.merge(x)
     assert merged[0, 0].tolist() == [0.0, 0.0]
@@ -154,7 +154,7 @@ def test_conditions_join_with_padding_and_keep_their_own_counts():
 def test_a_large_group_in_half_precision_is_the_fp32_mean_rounded_once():
     x = 3000 * torch.randn(1, 64, 8)
     for dtype in (torch.float16, torch.bfloat16):
-        plan = by_hand([[0] * 64], kept=(1,))
+        plan = by_hand([[0] * 64])
         merged = plan.merge(x.to(dtype))
         assert merged.dtype == dtype
         exact = x.to(dtype).float().mean(1, keepdim=True)
@@ -177,25 +177,72 @@ class HostWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("method", "waits"), [("ToMe", 0), ("ToFu", 0), ("CA-ToMe", 1)])
-def test_the_host_waits_at_most_once_per_matching_for_all_conditions(method, waits, monkeypatch):
-    lists = []
+@pytest.fixture
+def lists(monkeypatch):
+    """Calls of ``tolist``, at each of which a GPU would make the host wait."""
+    calls = []
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or tolist(self))
-    config = MergeConfig(scope="attention", matching=Matching(method, threshold=0.8))
-    session, place = Session(config), Place()
-    layout = session.layout((GRID,), torch.device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: calls.append(1) or tolist(self))
+    return calls
+
+
+def test_the_host_never_waits_within_a_block_and_once_for_all_blocks_between_calls(lists):
+    """CA-ToMe asks how many tokens are left once the call that matched them is over."""
     x = unlike_samples()[:2]
-    for selection in range(3):
-        lists.clear()
-        with HostWaits() as host:
-            plan = session.plan(
-                place, ("positive", "negative"), Epoch(selection, 0), layout, x
-            ).plan
-            for _ in range(4):
-                plan.unmerge(plan.merge(x))
-                plan.hide_padding(None, x.dtype)
-        assert len(lists) == waits and not host.waits
+    conditions = ("positive", "negative")
+    for method in ("ToMe", "ToFu", "CA-ToMe"):
+        config = MergeConfig(scope="attention", matching=Matching(method, threshold=0.8))
+        session, places = Session(config), [Place(block, 3) for block in range(3)]
+        device = torch.device("cpu")
+        layout = session.layout((GRID,), device)
+        for selection in range(3):
+            for _ in range(2):  # the call that matches, and the next
+                session.count(device)
+                asked = len(lists)
+                with HostWaits() as host:
+                    for place in places:
+                        plan = session.plan(place, conditions, Epoch(selection, 0), layout, x).plan
+                        plan.unmerge(plan.merge(x))
+                        plan.hide_padding(None, x.dtype)
+                assert len(lists) == asked and not host.waits
+            assert plan.merged < 64
+        assert len(lists) == (3 if method == "CA-ToMe" else 0)
+
+
+def test_a_find_of_ca_tome_serves_once_it_is_counted():
+    """Until then the one before serves or, where there is none, all tokens stay: alone and in any
+    grouping of conditions."""
+    x = unlike_samples()[:2]
+    device = torch.device("cpu")
+    session, place = Session(CA_TOME), Place()
+    layout = session.layout((GRID,), device)
+
+    def held(epoch, *conditions):
+        chosen = [("positive", "negative").index(name) for name in conditions]
+        taken = session.held(place, conditions, epoch)
+        return taken or session.plan(place, conditions, epoch, layout, x[chosen])
+
+    first, second = Epoch(0, 0), Epoch(1, 0)
+    alone = held(first, "positive")
+    assert alone.plan.is_identity and alone.waits and not alone.is_new
+    assert session.count(device) and not session.count(device)
+    # The positive condition has a plan, the negative one waits for its own.
+    both = held(first, "positive", "negative")
+    assert both.waits and both.is_new
+    assert session.held(place, ("positive", "negative"), first) is None
+    padding = both.plan.padding.sum(1).tolist()
+    assert padding[0] > 0 == padding[1] and both.plan.merged == 64
+    session.count(device)
+    both = held(first, "positive", "negative")
+    assert both.is_new and not both.waits and not held(first, "positive").is_new
+    assert torch.equal(both.plan.groups(), adaptive_plan(x).groups())
+    # The next find waits behind the one before.
+    x = x.flip(0)
+    again = held(second, "positive", "negative")
+    assert not again.waits and torch.equal(again.plan.groups(), both.plan.groups())
+    session.count(device)
+    expected = build_plan(x, layout, CA_TOME, Moment(place, second.selection))
+    assert torch.equal(held(second, "negative").plan.groups(), expected.groups()[1:])
 
 
 def test_only_a_plan_in_which_no_sample_merges_is_the_identity():

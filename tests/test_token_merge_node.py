@@ -81,6 +81,24 @@ def test_a_run_says_what_merged_and_what_did_not(caplog):
     caplog.clear()
     tiny.sample(patch(model, threshold=0.9999))
     assert "Inactive on SDXL 128x128: no two tokens were alike enough." in caplog.text
+    caplog.clear()
+    tiny.sample(patch(model), steps=1)
+    assert "merge from the second step on, and this run has one" in caplog.text
+
+
+def test_ca_tome_merges_from_the_second_step_on(model, caplog):
+    """What the first step finds alike is counted when it is over."""
+    caplog.set_level(logging.INFO, "toma")
+    spied, seen = watch.attention_spy(model)
+    steps = []
+    callback = {"callback": lambda *_: steps.append(list(seen)) or seen.clear()}
+    tiny.sample(patch(spied), 16, 24, steps=4, cfg=1.0, **callback)
+    seen.clear()
+    tiny.sample(spied, 16, 24, steps=1, cfg=1.0)
+    assert steps[0] == seen
+    whole = sum(queries for queries, _, _ in seen)
+    assert all(sum(queries for queries, _, _ in step) < whole for step in steps[1:])
+    assert "Inactive" not in caplog.text
 
 
 def test_tofu_prunes_in_the_first_half_of_the_blocks_and_keeps_norms_in_the_second():

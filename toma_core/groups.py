@@ -7,9 +7,10 @@ of additions (``segments.py``), so the same tokens give the same bits on every r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,15 +39,14 @@ class GroupPlan(MergePlan):
         follows: ``(batch, tokens)`` kept token of the sequence that every token follows; a kept
             token follows itself.
         blend: what becomes of a group.
-        kept: tokens kept of each grid, the same for every sample; None where samples differ. They
-            are counted then when the plan is first used, the one time that the host waits for the
-            device.
+        counts: tokens kept of each grid, by sample. None where only the device knows them: using
+            the plan makes the host wait for it then, unless ``count_kept`` did for many at once.
     """
 
     layout: CellLayout
     follows: Tensor
     blend: Blend
-    kept: tuple[int, ...] | None = None
+    counts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def batch(self) -> int:
@@ -89,11 +89,41 @@ class GroupPlan(MergePlan):
     def joined(self, others: Sequence[GroupPlan]) -> GroupPlan:
         plans = (self, *others)
         follows = torch.cat([plan.follows for plan in plans])
-        return GroupPlan(self.layout, follows, self.blend, self.kept)
+        known = [plan.counts for plan in plans if plan.counts is not None]
+        counts = tuple(chain(*known)) if len(known) == len(plans) else None
+        return GroupPlan(self.layout, follows, self.blend, counts)
+
+    def whole(self) -> GroupPlan:
+        """For the same samples, the plan by which every token is kept."""
+        tokens = torch.arange(self.tokens, device=self.follows.device)
+        counts = tuple(cells.tokens for cells in self.layout.cells)
+        return replace(self, follows=tokens.repeat(self.batch, 1), counts=(counts,) * self.batch)
 
     @cached_property
     def _tables(self) -> _Tables:
-        return _build_tables(self.layout, self.follows, self.kept)
+        counts = self.counts or count_kept([self])[0].counts
+        assert counts is not None
+        return _build_tables(self.layout, self.follows, counts)
+
+
+def count_kept(plans: Sequence[GroupPlan]) -> list[GroupPlan]:
+    """The same plans with their counts known. The host waits once for the device of them all."""
+    kept = [_kept_by_grid(plan.layout, plan.follows) for plan in plans]
+    sums = torch.cat([torch.stack([grid.sum(1) for grid in grids], 1).flatten() for grids in kept])
+    flat = iter(sums.tolist())
+    return [
+        replace(
+            plan,
+            counts=tuple(tuple(next(flat) for _ in plan.grids) for _ in range(plan.batch)),
+        )
+        for plan in plans
+    ]
+
+
+def _kept_by_grid(layout: CellLayout, follows: Tensor) -> tuple[Tensor, ...]:
+    """``(batch, tokens of the grid)`` for each grid: True where a token is kept."""
+    token = torch.arange(follows.shape[1], device=follows.device)
+    return (follows == token).split([cells.tokens for cells in layout.cells], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,23 +147,22 @@ class _Tables:
     segments: Segments
 
 
-def _build_tables(layout: CellLayout, follows: Tensor, kept: tuple[int, ...] | None) -> _Tables:
+def _build_tables(
+    layout: CellLayout, follows: Tensor, counts: tuple[tuple[int, ...], ...]
+) -> _Tables:
     batch, tokens = follows.shape
     token = torch.arange(tokens, device=follows.device)
-    keeps = (follows == token).split([cells.tokens for cells in layout.cells], 1)
+    keeps = _kept_by_grid(layout, follows)
+    kept = tuple(map(max, zip(*counts, strict=True)))
     padding = None
-    if kept is None:
-        counts = torch.stack([grid.sum(1) for grid in keeps], 1)
-        per_sample = counts.tolist()
-        kept = tuple(map(max, zip(*per_sample, strict=True)))
-        if any(tuple(sample) != kept for sample in per_sample):
-            padding = torch.cat(
-                [
-                    torch.arange(slots, device=token.device) >= counts[:, grid, None]
-                    for grid, slots in enumerate(kept)
-                ],
-                1,
-            )
+    if any(sample != kept for sample in counts):
+        padding = torch.cat(
+            [
+                torch.arange(slots, device=token.device) >= grid.sum(1, keepdim=True)
+                for grid, slots in zip(keeps, kept, strict=True)
+            ],
+            1,
+        )
     merged = sum(kept)
     # Kept tokens fill the slots of their grid in sequence order.
     first = [sum(kept[:grid]) for grid in range(len(kept))]

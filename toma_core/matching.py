@@ -21,20 +21,21 @@ from .selection import unit_rows
 
 
 def tome(x: Tensor, layout: CellLayout, config: MergeConfig, moment: Moment) -> GroupPlan:
-    """ToMe for Stable Diffusion (2303.17604): the most alike pairs merge to their mean."""
+    """ToMe for Stable Diffusion: the most alike pairs merge to their mean."""
     return _merge_most_alike(x, layout, config, moment, Blend.MEAN)
 
 
 def tofu(x: Tensor, layout: CellLayout, config: MergeConfig, moment: Moment) -> GroupPlan:
-    """ToFu (2312.01026): ToMe's pairs; early blocks prune, late ones keep the norm of a group."""
+    """ToFu: the pairs of ToMe; early blocks prune, late ones keep the norm of a group."""
     is_early = 2 * moment.place.block < moment.place.blocks
     return _merge_most_alike(x, layout, config, moment, Blend.PRUNE if is_early else Blend.NORM)
 
 
 def ca_tome(x: Tensor, layout: CellLayout, config: MergeConfig, moment: Moment) -> GroupPlan:
-    """CA-ToMe (2501.00946): all pairs at least as alike as the threshold merge to their mean.
+    """CA-ToMe: all pairs at least as alike as the threshold merge to their mean.
 
-    Every sample merges its own pairs only, however many others of its batch merge.
+    Every sample merges its own pairs only, however many others of its batch merge. How many that
+    is only the device knows, so the plan comes uncounted.
     """
     matching = _matching(config)
     follows = [
@@ -56,7 +57,7 @@ def _merge_most_alike(
         merges = torch.zeros_like(pairs.similarity, dtype=torch.bool)
         follows.append(_follow(cells, pairs, merges.scatter(1, order[:, :count], True)))
         kept.append(cells.tokens - count)
-    return GroupPlan(layout, torch.cat(follows, 1), blend, tuple(kept))
+    return GroupPlan(layout, torch.cat(follows, 1), blend, (tuple(kept),) * x.shape[0])
 
 
 @dataclass(frozen=True, eq=False)

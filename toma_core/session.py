@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .config import MergeConfig
 from .detail import Kept
+from .groups import GroupPlan, count_kept
 from .plan import MergePlan, Moment, Place, join_plans
 from .planning import Layout, build_plan, lay_out, reweigh
 from .regions import Grid
@@ -25,12 +26,14 @@ class Held:
         epoch: it was made, or last weighed, in.
         memory: what whole functions kept, by name; None where the settings keep nothing.
         is_new: some of its destinations were chosen just now.
+        waits: for some conditions all tokens stay until those of their first plan are counted.
     """
 
     plan: MergePlan
     epoch: Epoch
     memory: dict[str, Kept] | None = None
     is_new: bool = False
+    waits: bool = False
 
     @property
     def runs_whole(self) -> bool:
@@ -55,6 +58,7 @@ class Session:
         self._layouts: dict[tuple[tuple[Grid, ...], torch.device], Layout] = {}
         self._parts: dict[Hashable, Held] = {}
         self._joined: dict[tuple[Place, tuple[Hashable, ...]], Held] = {}
+        self._uncounted: dict[torch.device, dict[Hashable, tuple[GroupPlan, Epoch]]] = {}
 
     @property
     def kept_bytes(self) -> int:
@@ -71,6 +75,24 @@ class Session:
             # setdefault: where two devices' threads meet here, both get the same layout.
             layout = self._layouts.setdefault(key, lay_out(grids, self.config, device, self._mask))
         return layout
+
+    def count(self, device: torch.device) -> bool:
+        """Between two calls of the model: count the tokens of the plans that the earlier one made.
+
+        Only the device knows how many tokens CA-ToMe leaves. Asking in every block would make the
+        host wait each time, so it asks for all blocks at once. The new plans take over then; until
+        then the ones before them serve or, where there is none, all tokens stay.
+
+        Returns:
+            True where plans take over.
+        """
+        uncounted = self._uncounted.pop(device, {})
+        if not uncounted:
+            return False
+        counted = count_kept([plan for plan, _ in uncounted.values()])
+        for (key, (_, epoch)), plan in zip(uncounted.items(), counted, strict=True):
+            self._parts[key] = Held(plan, epoch, is_new=True)
+        return True
 
     def held(self, place: Place, conditions: tuple[Hashable, ...], epoch: Epoch) -> Held | None:
         """What was last made for these conditions at a place, if it still stands in ``epoch``."""
@@ -113,8 +135,11 @@ class Session:
         if self.config.keep_detail:
             memory = {} if is_new else self._regrouped(place, conditions, epoch, plan)
         self._forget(place, conditions, epoch)
-        self._joined[(place, conditions)] = Held(plan, epoch, memory)
-        return Held(plan, epoch, memory, is_new)
+        waits = any(part.waits for part in parts)
+        # A plan that only stands in is asked for anew.
+        if not waits and all(part.epoch == epoch for part in parts):
+            self._joined[(place, conditions)] = Held(plan, epoch, memory)
+        return Held(plan, epoch, memory, is_new, waits)
 
     def _part(self, place: Place, share: Hashable, epoch: Epoch, layout: Layout, x: Tensor) -> Held:
         key = (place, share, layout)
@@ -122,10 +147,14 @@ class Session:
         action = epoch.action(held.epoch if held else None)
         if held is None or action is Action.SELECT:
             plan = build_plan(x, layout, self.config, Moment(place, epoch.selection))
+            if isinstance(plan, GroupPlan) and plan.counts is None:
+                self._uncounted.setdefault(x.device, {})[key] = plan, epoch
+                return held or Held(plan.whole(), epoch, waits=True)
             self._parts[key] = Held(plan, epoch)
             return Held(plan, epoch, is_new=True)
         if action is Action.REWEIGHT:
-            held = self._parts[key] = Held(reweigh(held.plan, x, self.config), epoch)
+            held = replace(held, plan=reweigh(held.plan, x, self.config), epoch=epoch)
+        self._parts[key] = replace(held, is_new=False)
         return held
 
     def _regrouped(
