@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import comfy.cli_args
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from bench_clock import Clock, SpanTimer, peak_mib  # noqa: E402
 from bench_measure import own_work, steps_of, typical_steps  # noqa: E402
 from bench_models import Shape, build, make_work  # noqa: E402
 from comfyui_toma.nodes.attach import attach  # noqa: E402
-from comfyui_toma.toma_core.config import MergeConfig  # noqa: E402
+from comfyui_toma.toma_core.config import Matching, MergeConfig  # noqa: E402
 
 ROW = [
     "model", "size", "batch", "scope", "ratio", "seconds", "stock_seconds", "speedup", "tflop",
@@ -46,6 +47,14 @@ def test_rows_have_the_promised_shape(tmp_path, kind):
     assert merged["speedup"] == pytest.approx(merged["stock_seconds"] / merged["seconds"], rel=1e-3)
     assert merged["efficiency"] == pytest.approx(merged["speedup"] / merged["bound"], rel=1e-3)
     assert merged["own_share"] > 0 and merged["peak_mib"] > 0
+
+
+def test_compiled_stock_against_compiled_toma(tmp_path, monkeypatch):
+    monkeypatch.setattr(comfy.cli_args.args, "use_pytorch_cross_attention", False)  # put back then
+    sizes = ("--sizes", "256", "--rounds", "1", "--ratios", "0.5")
+    (row,) = run(tmp_path, "flux", "--tiny", "--double", "1", "--single", "1", *sizes, "--compile")
+    assert list(row) == [*ROW, "note"] and row["note"] == "compiled"
+    assert row["bound"] > 1 and row["own_share"] is None
 
 
 def test_peers_are_measured_by_the_same_row_and_their_error(tmp_path):
@@ -86,6 +95,9 @@ def test_an_interval_has_its_kinds_of_steps_in_true_proportion():
         {0: 1 / 6, 1: 4 / 6, 3: 1 / 6}
     )
     assert typical_steps(MergeConfig(ratio=0)) == {0: 1.0}
+    # Of CA-ToMe the second interval, as its first call merges nothing.
+    ca_tome = MergeConfig(scope="attention", reuse_interval=3, matching=Matching())
+    assert typical_steps(ca_tome) == pytest.approx({3: 1 / 3, 4: 2 / 3})
 
 
 def test_own_work_sees_each_kind_of_step():

@@ -20,7 +20,7 @@ import torch
 from bench_clock import Clock, machine_name
 from bench_host import load_host
 from bench_measure import ROUNDS, Stock, measure
-from bench_models import Shape, build, make_work
+from bench_models import Shape, build, compiled, make_work
 from bench_table import write
 
 RATIOS = (0.0, 0.25, 0.5, 0.75)
@@ -86,6 +86,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
             one.add_argument(
                 "--reuse-interval", type=int, default=5, metavar="STEPS", help="default 5"
             )
+            one.add_argument(
+                "--compile",
+                action="store_true",
+                help="both through TorchCompileModel (inductor), with PyTorch's attention",
+            )
             one.add_argument("--all", action="store_true", help="every size, batch, scope: hours")
         if kind == "peers":
             one.add_argument("--model", choices=("sdxl", "flux"), default="sdxl")
@@ -108,7 +113,14 @@ def _model(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sizes, batches, scopes = options.sizes, options.batches, options.scopes
     if options.all:
         sizes, batches, scopes = SIZES, (1, 2), SCOPES
+    if options.compile:
+        import comfy.cli_args
+
+        # What ComfyUI takes on a CPU asks for free memory, which breaks every graph.
+        comfy.cli_args.args.use_pytorch_cross_attention = True
     model = build(shape, "cpu")
+    if options.compile:
+        model = compiled(model)
     for size in sizes:
         for batch in batches:
             stock = Stock(make_work(shape, model, size, batch), Clock(options.cpu_time))
@@ -128,9 +140,13 @@ def _model(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         scope=scope,
                         ratio=ratio,
                         rounds=options.rounds,
+                        parts_too=not options.compile,
                     )
                     shares = {name: part / row.stock_seconds for name, part in parts.items()}
-                    yield {"row": row.as_json(), **shares, "peak": row.peak_mib / stock.peak - 1}
+                    values = row.as_json()
+                    if options.compile:
+                        values["note"] = "compiled"
+                    yield {"row": values, **shares, "peak": row.peak_mib / stock.peak - 1}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ PARTS = ("selection", "weights", "merge", "unmerge")
 def typical_steps(config: Any) -> dict[int, float]:
     """One step of each kind (select, reweigh, reuse) of an interval, and the share of its kind.
 
-    Nothing merges at ratio 0: there all steps are alike.
+    Nothing merges at ratio 0: there all steps are alike. CA-ToMe's first interval is unlike the
+    others, see ``_begins_whole``.
     """
     load_host()
     from comfyui_toma.toma_core.schedule import Schedule
@@ -37,12 +38,25 @@ def typical_steps(config: Any) -> dict[int, float]:
     )
     epochs = [schedule.epoch(sigma) for sigma in sigmas[:-2]]
     actions = [now.action(held) for held, now in zip([None, *epochs], epochs, strict=False)]
-    return {actions.index(kind): n / len(actions) for kind, n in Counter(actions).items()}
+    first = config.reuse_interval if _begins_whole(config) else 0
+    actions = actions[first : first + config.reuse_interval]
+    return {first + actions.index(kind): n / len(actions) for kind, n in Counter(actions).items()}
 
 
 def sigmas_for(config: Any) -> Tensor:
     """Sigmas of a run of one reuse interval and a step more, since the last may stay whole."""
-    return torch.linspace(1.0, 0.5, (config.reuse_interval if config else 1) + 2)
+    steps = config.reuse_interval if config else 1
+    return torch.linspace(1.0, 0.5, (2 if _begins_whole(config) else 1) * steps + 2)
+
+
+def _begins_whole(config: Any) -> bool:
+    """True for CA-ToMe: its first call merges nothing, what it found alike serves from the next.
+
+    Its second interval is measured.
+    """
+    from comfyui_toma.toma_core.config import Method
+
+    return config is not None and config.method is Method.CA_TOME
 
 
 @contextmanager
@@ -57,20 +71,35 @@ def steps_of(work: Work, patched: Any, config: Any) -> Iterator[Callable[[int], 
     from comfyui_toma.nodes.options import KEY
 
     sigmas = sigmas_for(config)
-    options = patched.model_options
-    if KEY not in options.get("transformer_options", {}):
+    if KEY not in patched.model_options.get("transformer_options", {}):
+        options = _with_wrappers(patched, patched.model_options)
         with torch.inference_mode():
             yield lambda step: work.call(options, sigmas[step : step + 1], sigmas)
         return
-    run, options = open_run(patched, options, sigmas, tuple(work.x.shape[-2:]))
+    run, options = open_run(patched, patched.model_options, sigmas, tuple(work.x.shape[-2:]))
+    options = _with_wrappers(patched, options)
     try:
         with torch.inference_mode():
             # As the sampler does, else a second call counts as another part of the first.
-            yield lambda step: run.calc_cond_batch(
-                work.call, options, sigmas[step : step + 1], sigmas
-            )
+            def call(step: int) -> Tensor:
+                return run.calc_cond_batch(work.call, options, sigmas[step : step + 1], sigmas)
+
+            if _begins_whole(config):
+                call(0)
+            yield call
     finally:
         run.close()
+
+
+def _with_wrappers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Model options with the MODEL's own wrappers, as ComfyUI joins them before it samples."""
+    from comfy.model_patcher import create_model_options_clone
+    from comfy.patcher_extension import merge_nested_dicts
+
+    options = create_model_options_clone(options)
+    wrappers = options.setdefault("transformer_options", {}).setdefault("wrappers", {})
+    merge_nested_dicts(wrappers, model.wrappers, copy_dict1=False)
+    return options
 
 
 def tflop(work: Work, patch: Callable[[Any], Any], config: Any) -> float:
@@ -156,6 +185,7 @@ def measure(
     scope: str = "",
     ratio: float = 0.0,
     rounds: int = ROUNDS,
+    parts_too: bool = True,
 ) -> Measured:
     """One row and what goes with it.
 
@@ -165,6 +195,7 @@ def measure(
         patch: takes a MODEL and returns the patched one.
         config: of our node; None for another node.
         scope, ratio: to name the row.
+        parts_too: measure our own work. Its clock would break the graph of a compiled model.
     """
     work, clock = stock.work, stock.clock
     patched = patch(work.model)
@@ -178,13 +209,7 @@ def measure(
             times.append(
                 sum(share * clock.time(lambda n=number: step(n)) for number, share in shares)
             )
-    parts = dict.fromkeys(PARTS, 0.0)
-    with steps_of(work, patched, config) as step, own_work(clock) as timer:
-        for number, share in shares:
-            timer.spans.clear()
-            step(number)
-            for name, seconds in timer.seconds().items():
-                parts[name] += share * seconds
+    parts = _parts(work, patched, config, clock) if parts_too else {}
     seconds, stock_seconds = statistics.median(times), statistics.median(stock_times)
     counted = tflop(work, patch, config)
     speedup, bound = stock_seconds / seconds, stock.tflop / counted
@@ -200,10 +225,22 @@ def measure(
         counted,
         bound,
         speedup / bound,
-        sum(parts.values()) / stock_seconds,
+        sum(parts.values()) / stock_seconds if parts_too else None,
         peak,
     )
     return Measured(row, parts, distance(output, stock.output))
+
+
+def _parts(work: Work, patched: Any, config: Any, clock: Clock) -> dict[str, float]:
+    """Seconds of each part of our own work, averaged over an interval."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    with steps_of(work, patched, config) as step, own_work(clock) as timer:
+        for number, share in typical_steps(config).items():
+            timer.spans.clear()
+            step(number)
+            for name, seconds in timer.seconds().items():
+                parts[name] += share * seconds
+    return parts
 
 
 def distance(x: Tensor, reference: Tensor) -> float:

@@ -55,6 +55,14 @@ def build(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> Any
     return comfy.model_patcher.ModelPatcher(model, load_device=place, offload_device=place)
 
 
+def compiled(model: Any) -> Any:
+    """The MODEL behind ComfyUI's node TorchCompileModel, with inductor."""
+    from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+    output = TorchCompileModel.execute(model, "inductor")
+    return getattr(output, "args", output)[0]
+
+
 def _sdxl_config(shape: Shape) -> Any:
     import comfy.supported_models
 

@@ -34,7 +34,8 @@ class Row:
         tflop: of one merged call, our own work included, averaged likewise.
         bound: stock over merged FLOPs.
         efficiency: speedup over bound.
-        own_share: seconds of selection, weights, merge and unmerge over the stock call.
+        own_share: seconds of selection, weights, merge and unmerge over the stock call; None where
+            it was not measured.
         peak_mib: most memory held at once during a merged call, weights included.
     """
 
@@ -49,7 +50,7 @@ class Row:
     tflop: float
     bound: float
     efficiency: float
-    own_share: float
+    own_share: float | None
     peak_mib: float
 
     def as_json(self) -> dict[str, Any]:
