@@ -172,6 +172,8 @@ def test_start_and_end_decide_which_steps_merge(models, name, way, start, end, m
     tiny.sample(patched, 8, 16, cfg=1.0, steps=6)
     expected = [low < sigma <= high for sigma in sigmas]
     expected[-1] &= way not in KEEPING  # it spares the last step
+    if way == "CA-ToMe":
+        expected[expected.index(True)] = False  # what it finds serves from the next step on
     assert worked == expected
     assert 0 < sum(worked) < 6
 
