@@ -159,6 +159,10 @@ class Run:
         """The epoch of a call, None where this node leaves the model alone."""
         return None if call.sigma is None else self._schedule.epoch(call.sigma)
 
+    def spares(self, call: Call) -> bool:
+        """True where a call stays whole only because it is of the run's last step."""
+        return call.sigma is not None and self._schedule.spares(call.sigma)
+
     def overrides(self, model: nn.Module, call: Call, epoch: Epoch) -> list[Override]:
         """What the modules of ``model`` run instead of ``forward`` during a call."""
         host = self._host(model)
@@ -243,8 +247,9 @@ class SamplingRun:
             overrides = run.overrides(model, call, epoch)
             active = run
         is_new_step = self._time(call.sigma, active)
-        chooses = active is not None and active.chooses
-        with overriding(overrides), UNCOMPILED if chooses else nullcontext():
+        # A whole step among merged ones is not worth a compiled graph of its own.
+        is_whole = active.chooses if active else any(run.spares(call) for run in self._runs)
+        with overriding(overrides), UNCOMPILED if is_whole else nullcontext():
             result = executor(*args, **kwargs)
         for run in [active] if active else self._runs:
             run.count(model, call, merging=run is active)

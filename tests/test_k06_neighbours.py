@@ -101,8 +101,8 @@ def test_both_effects_are_there_or_ours_says_why_not(models, reports, caplog, ho
     order = ORDERS[len(name) % 2]
     assert torch.equal(alone.image, Chain(model, [name], way, order, ratio=0).image)
     expected = way
-    if neighbour.identity and neighbour.like_scope and way == "block":
-        expected = neighbour.like_scope
+    if neighbour.identity and neighbour.like_scope and way.startswith("block"):
+        expected = way.replace("block", neighbour.like_scope)
     mine = tiny.sample(ours(model, expected), *SIZE, steps=steps, **sampling)
     assert torch.equal(mine, chains[0].image) == neighbour.identity
 

@@ -100,7 +100,7 @@ def run(model, size, batch=1):
 # One order of each host with the way that is set by default; everything on request.
 CASES = [
     ("flux", "block", ORDERS[0], SIZES[:2]),
-    ("sdxl", "block", ORDERS[1], SIZES[:1]),
+    ("sdxl", "block, detail kept", ORDERS[1], SIZES[:1]),
     ("flux", "ToMe", ORDERS[1], SIZES[:1]),
 ]
 if os.environ.get("TOMA_FULL"):

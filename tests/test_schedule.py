@@ -59,8 +59,10 @@ def test_the_last_step_is_spared_where_asked_also_between_its_sigmas():
     spared = Schedule(SIGMAS, float("inf"), float("-inf"), 2, 2, spares_last=True)
     assert [spared.epoch(sigma) is None for sigma in SIGMAS[:-1]] == 9 * [False] + [True]
     assert spared.epoch(0.6) is None and spared.epoch(1.6) is not None
+    assert [spared.spares(sigma) for sigma in SIGMAS[:-1]] == 9 * [False] + [True]
+    assert not schedule(start=7.5, end=3.0).spares(SIGMAS[-2])
     unknown = Schedule((), float("inf"), float("-inf"), 2, 2, spares_last=True)
-    assert unknown.epoch(1.0) is not None
+    assert unknown.epoch(1.0) is not None and not unknown.spares(1.0)
 
 
 def test_rising_sigmas_count_as_steps_too():

@@ -122,13 +122,16 @@ class Schedule:
             self._seen.append(sigma)
         return self._seen.index(sigma)
 
+    def spares(self, sigma: float) -> bool:
+        """True where tokens would merge if ``sigma`` were not that of the last step."""
+        last = len(self._sigmas) - 1
+        return self._spares_last and self.is_active(sigma) and self.step(sigma) == last
+
     def epoch(self, sigma: float) -> Epoch | None:
         """The epoch of ``sigma``, or None where tokens do not merge."""
-        if not self.is_active(sigma):
+        if not self.is_active(sigma) or self.spares(sigma):
             return None
         step = self.step(sigma)
-        if self._spares_last and step == len(self._sigmas) - 1:
-            return None
         if self._selection_steps:
             return Epoch(bisect_right(self._selection_steps, step), 0)
         age = max(0, step - self._first)
