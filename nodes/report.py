@@ -106,7 +106,7 @@ class Report:
         if not self._merges:
             reason = "; ".join(self._aside) or "no sampling step lies in the chosen range"
             if self._merged:
-                reason = "with keep_detail, every step of so short a run stays whole"
+                reason = "with keep_detail, every step that this run computed stays whole"
             elif self._looks and not self._aside:
                 reason = "alike tokens merge from the second step on, and this run has one"
             return f"Inactive on {self._subject}: {reason}."

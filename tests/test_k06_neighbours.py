@@ -148,7 +148,10 @@ def test_pairs_of_neighbours_work_with_ours(models, stock_pairs, reports, host, 
     assert torch.isfinite(chain.image).all()
     assert chain.counts == stock.counts
     [report] = reports
-    assert (report.blocks and not torch.equal(stock.image, chain.image)) or report.reasons
+    merges = report.blocks and not torch.equal(stock.image, chain.image)
+    # A cache may skip just those steps that would merge.
+    skips = "Cache" in one + other and "every step that this run computed" in report.summary()
+    assert merges or report.reasons or skips
 
 
 @pytest.mark.parametrize("scope", SCOPES)

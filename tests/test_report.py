@@ -127,7 +127,7 @@ def test_flops_are_said_only_where_no_other_node_changes_them(caplog, module, no
         ),
         (
             {"keep_detail": True, "end_percent": 0.4},
-            "with keep_detail, every step of so short a run stays whole",
+            "with keep_detail, every step that this run computed stays whole",
         ),
     ],
 )
