@@ -16,6 +16,7 @@ from comfyui_toma.nodes.options import KEY
 from comfyui_toma.nodes.toma import ToMAPatchModel
 from comfyui_toma.toma_core.config import Matching, MergeConfig
 from comfyui_toma.toma_core.schedule import BEST_STEPS, parse_steps
+from quality_trials import budget_over_regions, chosen_by_outputs, shifted_tiles
 from torch import Tensor
 
 Patch = Callable[[Any], Any]
@@ -107,6 +108,9 @@ def rows() -> list[Row]:
         Row("caches", "EasyCache 0.2", lambda model: easy_cache(model, 0.2)),
         Row("both", "defaults, 3/4 steps", node_defaults, 3 / 4),
         Row("both", "defaults, EasyCache", lambda model: easy_cache(node_defaults(model), 0.2)),
+        Row("tried", "shifted tiles", lambda model: shifted_tiles(node_defaults(model))),
+        Row("tried", "budget", lambda model: budget_over_regions(node_defaults(model))),
+        Row("tried", "by outputs", lambda model: chosen_by_outputs(node_defaults(model))),
     ]
 
 
