@@ -13,7 +13,7 @@ from comfy_extras.nodes_easycache import EasyCacheNode
 from comfyui_toma.nodes.attach import attach
 from comfyui_toma.nodes.flux import FluxBlocks
 from comfyui_toma.nodes.options import KEY
-from comfyui_toma.nodes.toma import ToMAPatchModel
+from comfyui_toma.nodes.toma import ToMAPatchFlux, ToMAPatchModel
 from comfyui_toma.toma_core.config import Matching, MergeConfig
 from comfyui_toma.toma_core.schedule import BEST_STEPS, parse_steps
 from quality_trials import budget_over_regions, chosen_by_outputs, shifted_tiles
@@ -54,6 +54,13 @@ def kept(ratio: float, interval: int, **config: Any) -> Row:
                 reuse_interval=interval, keep_detail=True, **config)  # fmt: skip
 
 
+def changed(what: str, node: Any = ToMAPatchModel, **inputs: Any) -> Row:
+    """A node's defaults but for some inputs."""
+    return Row(
+        "ToMA, detail kept", f"defaults, {what}", lambda model: node_defaults(model, node, **inputs)
+    )
+
+
 def matched(method: str, name: str = "", threshold: float = 0.7, **config: Any) -> Row:
     """A method that matches tokens in pairs, anew at every step unless `config` says otherwise."""
     config = {"reuse_interval": 1, **config}
@@ -90,6 +97,10 @@ def rows() -> list[Row]:
         kept(0.5, 3, scope="attention"),
         kept(0.5, 3, region="global"),
         Row("ToMA, detail kept", "node defaults", node_defaults),
+        changed("from 20 %", start_percent=0.2),
+        changed("until 80 %", end_percent=0.8),
+        changed("1 double whole", ToMAPatchFlux, skip_first_double=1),
+        changed("doubles whole", ToMAPatchFlux, skip_first_double=2),
         matched("ToMe", "ToMe 0.25", ratio=0.25),
         matched("ToMe", "ToMe 0.5"),
         matched("ToMe", "ToMe 0.75", ratio=0.75),
@@ -119,11 +130,11 @@ def unchanged(model: Any) -> Any:
     return model
 
 
-def node_defaults(model: Any) -> Any:
-    """The node as it is when it is put into a graph."""
-    inputs = ToMAPatchModel.define_schema().inputs
+def node_defaults(model: Any, node: Any = ToMAPatchModel, **changes: Any) -> Any:
+    """A node as it is when it is put into a graph, but for some inputs."""
+    inputs = node.define_schema().inputs
     defaults = {one.id: one.default for one in inputs if getattr(one, "default", None) is not None}
-    return ToMAPatchModel.execute(model, **defaults)[0]
+    return node.execute(model, **{**defaults, **changes})[0]
 
 
 def published_toma(model: Any) -> Any:
