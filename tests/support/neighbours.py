@@ -465,7 +465,7 @@ def _either() -> dict[str, Neighbour]:
                 end_percent=1.0,
                 verbose=False,
             ),
-            steps=4,
+            steps=6,
         ),
         "LazyCache": Neighbour(
             _core(
@@ -475,7 +475,7 @@ def _either() -> dict[str, Neighbour]:
                 end_percent=1.0,
                 verbose=False,
             ),
-            steps=4,
+            steps=6,
         ),
         "area": Neighbour(condition=_left_half),
         "mask": Neighbour(condition=_masked),
