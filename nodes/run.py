@@ -247,9 +247,9 @@ class SamplingRun:
             overrides = run.overrides(model, call, epoch)
             active = run
         is_new_step = self._time(call.sigma, active)
-        # A whole step among merged ones is not worth a compiled graph of its own.
-        is_whole = active.chooses if active else any(run.spares(call) for run in self._runs)
-        with overriding(overrides), UNCOMPILED if is_whole else nullcontext():
+        # Choosing breaks a compiled graph, and a single spared step is not worth one of its own.
+        eager = active.chooses if active else any(run.spares(call) for run in self._runs)
+        with overriding(overrides), UNCOMPILED if eager else nullcontext():
             result = executor(*args, **kwargs)
         for run in [active] if active else self._runs:
             run.count(model, call, merging=run is active)

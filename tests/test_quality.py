@@ -58,7 +58,7 @@ def test_the_front_holds_what_no_cheaper_point_equals():
 def test_a_small_run_leaves_rows_plot_and_sheets(tmp_path, capsys):
     out, rows = tmp_path / "out", tmp_path / "rows.json"
     pattern = "^ToMA: ratio 0$|^ToMA: ratio 0.5$|1/2 of the steps|tried: by outputs"
-    arguments = ["--images", "1", "--steps", "6", "--only", pattern, "--threads", "1"]
+    arguments = ["--images", "2", "--steps", "6", "--only", pattern, "--threads", "1"]
     assert quality.main([*arguments, "--out", str(out), "--json", str(rows)]) == 0
     found = json.loads(rows.read_text())["rows"]
     assert [list(row) for row in found] == [COLUMNS] * 4

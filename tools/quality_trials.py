@@ -132,6 +132,8 @@ class Apart(CarryPlan):
 def chosen_by_outputs(model: Any) -> Any:
     """`model`, whose destinations are chosen by what a block returned at the step before."""
     outputs: dict[tuple, Tensor] = {}
+    first_of: dict[Site, str] = {}
+    keys: dict[Carry, tuple] = {}
     make, make_carry, give = Site._make, Site.carry, Carry.give
 
     def from_output(site: Site, x: Tensor, grids: tuple[Grid, ...], block: str) -> Any:
@@ -150,19 +152,18 @@ def chosen_by_outputs(model: Any) -> Any:
             outputs[keys.pop(way)] = result[:, prefix:]
         return result
 
-    first_of: dict[Site, str] = {}
-    keys: dict[Carry, tuple] = {}
-
     @contextmanager
     def swapped() -> Iterator[None]:
-        with (
-            mock.patch.object(Site, "_make", from_output),
-            mock.patch.object(Site, "carry", noting),
-            mock.patch.object(Carry, "give", note),
-        ):
-            yield
-        for memory in (outputs, first_of, keys):
-            memory.clear()
+        try:
+            with (
+                mock.patch.object(Site, "_make", from_output),
+                mock.patch.object(Site, "carry", noting),
+                mock.patch.object(Carry, "give", note),
+            ):
+                yield
+        finally:
+            for memory in (outputs, first_of, keys):
+                memory.clear()
 
     return _while_sampling(model, swapped)
 
