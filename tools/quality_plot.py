@@ -11,7 +11,7 @@ from quality_measures import EQUAL_DB
 
 WIDTH, HEIGHT, MARGIN = 1600, 1100, 90
 TEXT_SIZE, DOT = 15, 6
-COLOURS = ("#1f5fbf", "#c02020", "#1c8a3c", "#8a3fbf", "#d07a00", "#444444")
+COLOURS = ("#1f5fbf", "#c02020", "#1c8a3c", "#8a3fbf", "#d07a00", "#444444", "#c0209a")
 Box = tuple[float, float, float, float]
 
 
